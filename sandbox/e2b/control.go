@@ -148,7 +148,7 @@ func mayAct(key tokens.Token) bool {
 // keyOf returns the key of a request to the control plane.
 func keyOf(ctx context.Context) tokens.Token { return ctx.Value(keyToken).(tokens.Token) }
 
-// key returns the key of a request.
+// key returns the key of a request, or whom the certificate of its client vouches for. A key beside one decides alone.
 func (s *Server) key(r *http.Request) (tokens.Token, error) {
 	if is := peer.From(r.Context()); is != nil {
 		return s.passedKey(r, is)
@@ -159,15 +159,26 @@ func (s *Server) key(r *http.Request) (tokens.Token, error) {
 			shown = append(shown, t)
 		}
 	}
-	if len(shown) == 0 {
-		return tokens.Token{}, fail(http.StatusUnauthorized, "a key is missing: send it as X-API-KEY")
-	}
-	for _, other := range shown[1:] {
-		if other != shown[0] {
-			return tokens.Token{}, fail(http.StatusUnauthorized, "the request has two keys")
+	var id identity.Identity
+	var wait time.Duration
+	var err error
+	switch {
+	case len(shown) == 0 && len(r.Header.Values("Authorization")) == 0 && r.TLS != nil && len(r.TLS.PeerCertificates) > 0:
+		// A browser shows its user's certificate for any page that asks.
+		if r.Header.Get("Origin") != "" || r.Header.Get("Sec-Fetch-Site") != "" {
+			return tokens.Token{}, fail(http.StatusForbidden, "a page needs a key: send it as X-API-KEY")
 		}
+		id, wait, err = s.o.Identities.AdmitCertificate(r.TLS)
+	case len(shown) == 0:
+		return tokens.Token{}, fail(http.StatusUnauthorized, "a key is missing: send it as X-API-KEY")
+	default:
+		for _, other := range shown[1:] {
+			if other != shown[0] {
+				return tokens.Token{}, fail(http.StatusUnauthorized, "the request has two keys")
+			}
+		}
+		id, wait, err = s.o.Identities.Admit(r.Context(), s.o.Tokens, shown[0])
 	}
-	id, wait, err := s.o.Identities.Admit(r.Context(), s.o.Tokens, shown[0])
 	switch {
 	case errors.Is(err, tokens.ErrExpired), errors.Is(err, tokens.ErrUnknown):
 		return id.Token, fail(http.StatusUnauthorized, "the key is not valid: %v", err)

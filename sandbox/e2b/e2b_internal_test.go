@@ -129,30 +129,6 @@ func TestEnd_of_a_process_is_told_in_the_words_of_the_clients(t *testing.T) {
 	}
 }
 
-func TestEncoding_is_accepted_as_RFC_9110_says(t *testing.T) {
-	for header, want := range map[string][2]bool{ // gzip, identity
-		"":                         {false, true},
-		"gzip":                     {true, true},
-		"GZIP;q=0.5":               {true, true},
-		"gzip;q=0":                 {false, true},
-		"*":                        {true, true},
-		"*;q=0":                    {false, false},
-		"gzip, identity;q=0":       {true, false},
-		"br, deflate":              {false, true},
-		"br;q=1, *;q=0, identity":  {false, true},
-		"identity;q=0, *;q=0, br":  {false, false},
-		"gzip;q=x":                 {true, true},
-		strings.Repeat("gzip,", 9): {true, true},
-	} {
-		if got := [2]bool{accepts([]string{header}, "gzip"), accepts([]string{header}, "identity")}; header != "" && got != want {
-			t.Errorf("%q: %v", header, got)
-		}
-	}
-	if accepts(nil, "gzip") || !accepts(nil, "identity") {
-		t.Error("without a header")
-	}
-}
-
 func TestPolicy_denies_what_the_client_wants_denied(t *testing.T) {
 	yes, no := true, false
 	for name, c := range map[string]struct {

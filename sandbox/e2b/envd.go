@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
+	"github.com/drowse-vm/drowse/sandbox/e2b/bodies"
 	"github.com/drowse-vm/drowse/sandbox/e2b/e2bpb/filesystem"
 	"github.com/drowse-vm/drowse/sandbox/e2b/e2bpb/process"
 	"github.com/drowse-vm/drowse/sandbox/gateway"
@@ -198,7 +199,7 @@ func (s *Server) serveEnvd(w http.ResponseWriter, r *http.Request, id string) {
 		r.Body = struct {
 			io.Reader
 			io.Closer
-		}{movingReader{r.Body, stalling{http.NewResponseController(w)}}, r.Body}
+		}{bodies.Reader{Reader: r.Body, S: bodies.Stalling{ResponseController: http.NewResponseController(w)}}, r.Body}
 	}
 	s.envd.ServeHTTP(w, r.WithContext(context.WithValue(ctx, keyUser, user)))
 }

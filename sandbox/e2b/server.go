@@ -41,7 +41,7 @@ type Options struct {
 	// Tokens are the keys. One with the scope read may look; to do anything it needs exec, files and create as well. One
 	// with an owner reaches that owner's sandboxes.
 	Tokens *tokens.Store
-	// Identities have keys that an issuer signs; nil is none.
+	// Identities have keys that an issuer signs, or certificates, for which Serve asks; nil is none.
 	Identities *identity.Store
 	// Domain is that of the host names {port}-{sandboxID}.{domain} of ports in sandboxes, with ":port" if need be.
 	// Empty leaves clients to E2B_DOMAIN, and sandboxes are reached by header only.
@@ -83,7 +83,6 @@ const (
 	drainTime    = 5 * time.Second
 	controlTime  = 10 * time.Minute
 	bodyTime     = 30 * time.Second // until a request of the control plane has arrived
-	stallTime    = time.Minute      // for which a body or an answer may stand still
 	maxHostLabel = 64
 )
 
@@ -181,7 +180,7 @@ func (s *Server) Serve(ctx context.Context, l net.Listener, c *tls.Config) error
 	if c != nil {
 		c = c.Clone()
 		c.NextProtos = []string{"h2", "http/1.1"}
-		in = tls.NewListener(in, c)
+		in = tls.NewListener(in, s.o.Identities.TLS(c))
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {

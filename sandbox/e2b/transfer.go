@@ -11,13 +11,13 @@ import (
 	"mime/multipart"
 	"net/http"
 	"path"
-	"strconv"
 	"strings"
 	"time"
 
 	"connectrpc.com/connect"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/e2b/bodies"
 )
 
 // answerFile answers a plain request of the protocol with an error.
@@ -105,66 +105,6 @@ func (f *content) Close() {
 	}
 }
 
-// accepts reports whether a client takes an encoding of an answer: RFC 9110, 12.5.3.
-func accepts(header []string, encoding string) bool {
-	named, star := -1.0, -1.0
-	for part := range strings.SplitSeq(strings.Join(header, ","), ",") {
-		name, params, _ := strings.Cut(part, ";")
-		q := 1.0
-		if v, ok := strings.CutPrefix(strings.TrimSpace(params), "q="); ok {
-			if n, err := strconv.ParseFloat(v, 64); err == nil {
-				q = n
-			}
-		}
-		switch strings.ToLower(strings.TrimSpace(name)) {
-		case encoding:
-			named = q
-		case "*":
-			star = q
-		}
-	}
-	if named < 0 {
-		named = star
-	}
-	if named < 0 {
-		return encoding == "identity"
-	}
-	return named > 0
-}
-
-// stalling ends an answer or a body that stands still: its deadline moves on with each piece.
-type stalling struct{ c *http.ResponseController }
-
-// Deadlines are the connection's, and others follow on it: whoever sets one ends it.
-func (s stalling) read()  { _ = s.c.SetReadDeadline(time.Now().Add(stallTime)) }
-func (s stalling) write() { _ = s.c.SetWriteDeadline(time.Now().Add(stallTime)) }
-
-// movingWriter moves the deadline of an answer.
-type movingWriter struct {
-	http.ResponseWriter
-	s stalling
-}
-
-func (w movingWriter) Write(p []byte) (int, error) {
-	w.s.write()
-	return w.ResponseWriter.Write(p)
-}
-
-// movingReader moves the deadline of a body.
-type movingReader struct {
-	io.Reader
-	s stalling
-}
-
-func (r movingReader) Read(p []byte) (int, error) {
-	r.s.read()
-	n, err := r.Reader.Read(p)
-	if err != nil {
-		_ = r.s.c.SetReadDeadline(time.Time{})
-	}
-	return n, err
-}
-
 func (s *Server) download(w http.ResponseWriter, r *http.Request) {
 	c, name, err := files{s}.at(r.Context(), r.URL.Query().Get("path"))
 	if err != nil {
@@ -191,13 +131,13 @@ func (s *Server) download(w http.ResponseWriter, r *http.Request) {
 	h.Set("X-Content-Type-Options", "nosniff")
 	h.Set("Cache-Control", "no-store")
 	header := r.Header.Values("Accept-Encoding")
-	zipped := accepts(header, "gzip") && r.Header.Get("Range") == ""
-	if !zipped && !accepts(header, "identity") {
+	zipped := bodies.Accepts(header, "gzip") && r.Header.Get("Range") == ""
+	if !zipped && !bodies.Accepts(header, "identity") {
 		envdError(w, r, http.StatusNotAcceptable, connect.CodeInvalidArgument, "no encoding of the answer is acceptable: gzip and identity are there")
 		return
 	}
-	out := movingWriter{w, stalling{http.NewResponseController(w)}}
-	defer func() { _ = out.s.c.SetWriteDeadline(time.Time{}) }()
+	out := bodies.Writer{ResponseWriter: w, S: bodies.Stalling{ResponseController: http.NewResponseController(w)}}
+	defer func() { _ = out.S.SetWriteDeadline(time.Time{}) }()
 	// Files of /proc have no size, and content.
 	if fi.Size == 0 {
 		if n, err := c.ReadFile(r.Context(), name, out, 0, 0); err != nil && n == 0 {
@@ -305,7 +245,7 @@ func (s *Server) receive(w http.ResponseWriter, r *http.Request) ([]written, err
 	if err != nil {
 		return nil, invalid("use multipart/form-data or application/octet-stream")
 	}
-	body := io.Reader(movingReader{r.Body, stalling{http.NewResponseController(w)}})
+	body := io.Reader(bodies.Reader{Reader: r.Body, S: bodies.Stalling{ResponseController: http.NewResponseController(w)}})
 	switch r.Header.Get("Content-Encoding") {
 	case "", "identity":
 	case "gzip":
