@@ -446,6 +446,9 @@ func (s *Server) connect(w http.ResponseWriter, r *http.Request, b *box) (int, a
 	if err != nil {
 		return 0, nil, err
 	}
+	if b, err = s.ended(r.Context(), b); err != nil {
+		return 0, nil, err
+	}
 	status := http.StatusOK
 	if b.paused() {
 		status = http.StatusCreated
@@ -599,7 +602,7 @@ func (s *Server) timeout(w http.ResponseWriter, r *http.Request, b *box) (int, a
 	if err != nil {
 		return 0, nil, err
 	}
-	if b.paused() {
+	if b.paused() || b.ending(time.Now()) {
 		return 0, nil, fail(http.StatusNotFound, "sandbox %s is paused", b.Name())
 	}
 	_, err = s.host.State.SetMetadata(r.Context(), b.Name(), func(l *spec.Metadata, unreadable error) error {
@@ -631,7 +634,7 @@ func (s *Server) refresh(w http.ResponseWriter, r *http.Request, b *box) (int, a
 	if timeout > maxRefresh*time.Second {
 		return 0, nil, fail(http.StatusBadRequest, "duration: use at most %d s", maxRefresh)
 	}
-	if b.paused() {
+	if b.paused() || b.ending(time.Now()) {
 		return 0, nil, fail(http.StatusNotFound, "sandbox %s is paused", b.Name())
 	}
 	_, err = s.extend(r.Context(), b.Name(), timeout)
@@ -694,7 +697,7 @@ func (b *box) listed() listed {
 		CPUCount: b.record.Spec.VCPUs, MemoryMB: b.record.Spec.MemoryMiB, DiskSizeMB: b.record.Spec.DiskMiB,
 		State: stateRunning, EnvdVersion: EnvdVersion, Metadata: b.meta.E2B.Metadata,
 	}
-	if b.paused() {
+	if b.paused() || b.ending(time.Now()) {
 		l.State = statePaused
 	}
 	if b.paused() || l.EndAt.IsZero() {

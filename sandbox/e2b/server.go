@@ -80,6 +80,7 @@ const (
 	maxStreams   = 256  // of one HTTP/2 connection
 	headerTime   = 10 * time.Second
 	idleTime     = 10 * time.Minute // E2B's clients keep connections
+	endTime      = time.Minute      // for a guest to shut down
 	drainTime    = 5 * time.Second
 	controlTime  = 10 * time.Minute
 	bodyTime     = 30 * time.Second // until a request of the control plane has arrived
@@ -394,6 +395,29 @@ func (b *box) gone(now time.Time) bool {
 // paused reports whether the sandbox has to be brought up for a use.
 func (b *box) paused() bool {
 	return b.record.Phase != state.Running && b.record.Phase != state.Starting
+}
+
+// ending reports whether the guest shuts down because the sandbox's time is over.
+func (b *box) ending(now time.Time) bool {
+	return b.meta.E2B.Pause && b.meta.E2B.DiskOnly && !b.paused() && !b.meta.Expires.IsZero() && !now.Before(b.meta.Expires)
+}
+
+// ended waits until a sandbox that is ending has ended.
+func (s *Server) ended(ctx context.Context, b *box) (*box, error) {
+	ctx, cancel := context.WithTimeout(ctx, endTime)
+	defer cancel()
+	for b.ending(time.Now()) {
+		select {
+		case <-ctx.Done():
+			return nil, fail(http.StatusConflict, "the sandbox is being paused")
+		case <-time.After(listWait):
+		}
+		var err error
+		if b, err = s.find(b.Name()); err != nil {
+			return nil, err
+		}
+	}
+	return b, nil
 }
 
 // report logs an error of the host, at most one a second: clients must not fill the log.

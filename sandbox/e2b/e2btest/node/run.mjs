@@ -536,7 +536,8 @@ it('pause at the end of the time', () => alone({ timeoutMs: 1500, lifecycle: { o
 }), ['lifecycle'])
 it('a pause at the end of the time that keeps the disk only', () => alone({ timeoutMs: 1500, lifecycle: { onTimeout: { action: 'pause', keepMemory: false } } }, async s => {
   await s.files.write('kept', 'kept')
-  await s.commands.run('sync; touch /tmp/gone; sleep 1000', { background: true })
+  // It ignores the end for as long as it may: whoever connects meanwhile waits for a boot.
+  await s.commands.run('trap "" TERM; sync; sleep 1000', { background: true })
   await until('the pause', async () => (await Sandbox.getInfo(s.sandboxId)).state === 'paused', 40_000)
   const c = await Sandbox.connect(s.sandboxId, { timeoutMs: 60_000 })
   assert.equal(await c.files.read('kept'), 'kept')
