@@ -237,7 +237,7 @@ test-sdk: check-go
 		echo "TypeScript is skipped: there is no Node of 20 or later with npm" >&2; \
 	elif ! npm --prefix sdk/typescript ci --ignore-scripts --no-audit --no-fund >&2; then \
 		echo "TypeScript is skipped: its packages cannot be had" >&2; \
-	else (cd sdk/typescript && npx tsc -p src && npx tsc -p test); set -- "$$@" TypeScript; fi; \
+	else (cd sdk/typescript && npx tsc -p src && npx tsc -p node && npx tsc -p test); set -- "$$@" TypeScript; fi; \
 	$(GO_TEST) -count 1 -timeout 10m -tags sdk -v -run "Types|$$(IFS='|'; echo "$$*")" ./sdk/sdktest
 
 # test-e2b has three versions of the unmodified npm package e2b use a server of their wire, whose guests are agents in namespaces: it needs root,
@@ -252,6 +252,14 @@ test-e2b: check-go
 		echo "test-e2b is skipped: its packages cannot be had" >&2; exit 0; \
 	fi; \
 	cd sandbox/e2b/e2btest; E2B_ONLY='$(E2B_ONLY)' $(GO_TEST) -count 1 -parallel 3 -timeout 10m -tags e2bnode -run TestNode
+
+# test-recipes runs sandbox/e2b/e2btest/recipes: agent stacks that use the package e2b, with a model of its own.
+.PHONY: test-recipes
+test-recipes: check-go
+	@if ! npm --prefix sandbox/e2b/e2btest/recipes ci --ignore-scripts --no-audit --no-fund >&2; then \
+		echo "test-recipes is skipped: its packages cannot be had" >&2; exit 0; \
+	fi; \
+	cd sandbox/e2b/e2btest && $(GO_TEST) -count 1 -timeout 5m -v -tags e2bnode -run TestRecipes
 
 # agent-proofs shows what takes too long for each run of the tests: copies of 1 GiB that are cut and resumed, a
 # command that prints as much, and a copy into a guest that a sleep cuts. It takes some minutes.

@@ -30,12 +30,15 @@ type FileInfo struct {
 	GID     int
 	ModTime time.Time
 	Link    string // target of a symbolic link
+	// Attributes are the extended attributes of a file or directory whose names begin with "user.": at most 8 KiB with
+	// their names. Agents before them give none.
+	Attributes map[string][]byte
 }
 
 func fileInfo(f *agentpb.FileInfo) FileInfo {
 	return FileInfo{
 		Name: f.Name, Size: f.Size, Mode: fileMode(f.Mode), UID: int(f.Uid), GID: int(f.Gid),
-		ModTime: time.Unix(0, f.MtimeNanos), Link: f.Link,
+		ModTime: time.Unix(0, f.MtimeNanos), Link: f.Link, Attributes: f.Attributes,
 	}
 }
 
@@ -64,7 +67,7 @@ func (c *Client) stat(ctx context.Context, path string, follow bool) (FileInfo, 
 // MaxDirEntries is the most entries that ReadDir returns. For a larger directory it fails with ErrLimit.
 const MaxDirEntries = 1 << 16
 
-// maxDirNames bounds the names, and targets of links, that ReadDir returns, in bytes.
+// maxDirNames bounds the names, targets of links and attributes that ReadDir returns, in bytes.
 const maxDirNames = 32 << 20
 
 // ReadDir lists a directory, sorted by name. The error is ErrLimit if it has more than MaxDirEntries entries, or 32 MiB
@@ -78,7 +81,11 @@ func (c *Client) ReadDir(ctx context.Context, dir string) ([]FileInfo, error) {
 			return nil, err
 		}
 		for _, e := range r.Entries {
-			if held += len(e.Name) + len(e.Link); held > maxDirNames {
+			held += len(e.Name) + len(e.Link)
+			for k, v := range e.Attributes {
+				held += len(k) + len(v)
+			}
+			if held > maxDirNames {
 				return nil, fmt.Errorf("guest: read directory %s: %w: more than %d bytes of names", dir, ErrLimit, maxDirNames)
 			}
 			if e.Name <= after || e.Name == "." || e.Name == ".." || strings.ContainsAny(e.Name, "/\x00") {
@@ -182,6 +189,16 @@ type WriteOptions struct {
 	// Offset is where to write without truncating. Append writes at the end.
 	Offset int64
 	Append bool
+	// Attributes, if not nil, replace some of the file's extended attributes. Agents before them leave them as they
+	// are: Stat tells.
+	Attributes *Attributes
+}
+
+// Attributes replace the extended attributes of a file whose names begin with Prefix, as "user.app.". Those of other
+// names stay.
+type Attributes struct {
+	Prefix string            // begins with "user."
+	Values map[string][]byte // by whole names; at most 8 KiB with them
 }
 
 // Owner is a user and a group of the guest.
@@ -208,6 +225,9 @@ func (c *Client) WriteFile(ctx context.Context, path string, r io.Reader, o Writ
 	}
 	if !o.ModTime.IsZero() {
 		m.MtimeNanos = o.ModTime.UnixNano()
+	}
+	if o.Attributes != nil {
+		m.Attributes = &agentpb.Attributes{Prefix: o.Attributes.Prefix, Values: o.Attributes.Values}
 	}
 	t, err := c.transfer(ctx, "write "+path, &agentpb.TransferRequest{Msg: &agentpb.TransferRequest_Write{Write: m}})
 	if err != nil {

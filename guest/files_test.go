@@ -16,6 +16,8 @@ import (
 	"testing/iotest"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/drowse-vm/drowse/guest"
 )
 
@@ -80,6 +82,65 @@ func TestWriteFile_offset_and_append_keep_what_is_there(t *testing.T) {
 	}
 	if err := c.WriteFile(t.Context(), path, strings.NewReader("x"), guest.WriteOptions{Offset: 3, Atomic: true}); err == nil {
 		t.Error("atomic at an offset was accepted")
+	}
+}
+
+func TestWriteFile_replaces_the_attributes_below_a_prefix(t *testing.T) {
+	c := startVM(t).dial(t)
+	dir := t.TempDir()
+	path := filepath.Join(dir, "file")
+	write(t, path, "old", 0o644)
+	if err := errors.Join(unix.Setxattr(path, "user.app.old", []byte("x"), 0), unix.Setxattr(path, "user.other", []byte("stays"), 0)); err != nil {
+		t.Skip("a file system without attributes: ", err)
+	}
+	for _, atomic := range []bool{false, true} {
+		a := &guest.Attributes{Prefix: "user.app.", Values: map[string][]byte{"user.app.k": []byte("v\xff"), "user.app.empty": {}}}
+		if err := c.WriteFile(t.Context(), path, strings.NewReader("new"), guest.WriteOptions{Attributes: a, Atomic: atomic}); err != nil {
+			t.Fatal(err)
+		}
+		want := "map[user.app.empty: user.app.k:v\xff]"
+		if !atomic { // an atomic write makes another file
+			want = "map[user.app.empty: user.app.k:v\xff user.other:stays]"
+		}
+		list, err := c.ReadDir(t.Context(), dir)
+		if err != nil || len(list) != 1 || fmt.Sprintf("%s", list[0].Attributes) != want {
+			t.Errorf("atomic %v: %v, %v, want %s", atomic, list, err, want)
+		}
+		if err := c.WriteFile(t.Context(), path, strings.NewReader("again"), guest.WriteOptions{Atomic: atomic}); err != nil {
+			t.Fatal(err)
+		}
+		fi, err := c.Stat(t.Context(), path)
+		if _, stays := fi.Attributes["user.app.k"]; err != nil || stays == atomic {
+			t.Errorf("atomic %v, written without: %s, %v", atomic, fi.Attributes, err)
+		}
+	}
+	if err := c.WriteFile(t.Context(), path, strings.NewReader(""), guest.WriteOptions{Attributes: &guest.Attributes{Prefix: "user."}}); err != nil {
+		t.Fatal(err)
+	}
+	if fi, err := c.Stat(t.Context(), path); err != nil || len(fi.Attributes) != 0 {
+		t.Errorf("all replaced by none: %s, %v", fi.Attributes, err)
+	}
+	for name, a := range map[string]guest.Attributes{
+		"a prefix of the system's": {Prefix: "security.", Values: map[string][]byte{"security.capability": {1}}},
+		"a name not below it":      {Prefix: "user.app.", Values: map[string][]byte{"user.b": {1}}},
+		"too many bytes":           {Prefix: "user.app.", Values: map[string][]byte{"user.app.b": make([]byte, 8<<10)}},
+	} {
+		var re *guest.RemoteError
+		if err := c.WriteFile(t.Context(), path, strings.NewReader("lost"), guest.WriteOptions{Attributes: &a}); !errors.As(err, &re) {
+			t.Errorf("%s: %v, want a remote error", name, err)
+		}
+	}
+	if b, _ := os.ReadFile(path); len(b) != 0 {
+		t.Errorf("a refused write has changed the file: %q", b)
+	}
+	// More than an answer has room for is left out, and the file is still there.
+	for i := range 3 {
+		if err := unix.Setxattr(path, fmt.Sprintf("user.%d", i), make([]byte, 3<<10), 0); err != nil {
+			t.Skip("a file system without room for attributes: ", err)
+		}
+	}
+	if fi, err := c.Stat(t.Context(), path); err != nil || len(fi.Attributes) != 2 {
+		t.Errorf("9 KiB of attributes: %d, %v", len(fi.Attributes), err)
 	}
 }
 

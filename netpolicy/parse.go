@@ -126,7 +126,7 @@ func isNull(n *yaml.Node) bool { return n.Kind == yaml.ScalarNode && n.ShortTag(
 // is not strict in nested values.
 func checkNode(n *yaml.Node, t reflect.Type, where string, depth int) error {
 	fail := func(format string, args ...any) error {
-		return fmt.Errorf("line %d: %s: %s", n.Line, where, fmt.Sprintf(format, args...))
+		return &FieldError{fieldOf(where), fmt.Errorf("line %d: %s: %s", n.Line, where, fmt.Sprintf(format, args...))}
 	}
 	for t.Kind() == reflect.Pointer {
 		t = t.Elem()
@@ -163,7 +163,7 @@ func checkNode(n *yaml.Node, t reflect.Type, where string, depth int) error {
 		}
 		for i, e := range n.Content {
 			if isNull(e) {
-				return fmt.Errorf("line %d: %s[%d]: an empty entry: remove it", e.Line, where, i)
+				return &FieldError{fmt.Sprintf("%s[%d]", where, i), fmt.Errorf("line %d: %s[%d]: an empty entry: remove it", e.Line, where, i)}
 			}
 			if err := checkNode(e, t.Elem(), fmt.Sprintf("%s[%d]", where, i), depth+1); err != nil {
 				return err
@@ -184,9 +184,9 @@ func checkNode(n *yaml.Node, t reflect.Type, where string, depth int) error {
 			f, ok := fields[k.Value]
 			switch {
 			case k.Kind != yaml.ScalarNode || !ok:
-				return fmt.Errorf("line %d: %.80q: there is no such field", k.Line, at)
+				return &FieldError{fieldOf(at), fmt.Errorf("line %d: %.80q: there is no such field", k.Line, at)}
 			case seen[k.Value]:
-				return fmt.Errorf("line %d: %s: the field is there twice", k.Line, at)
+				return &FieldError{at, fmt.Errorf("line %d: %s: the field is there twice", k.Line, at)}
 			}
 			seen[k.Value] = true
 			if err := checkNode(v, f, at, depth+1); err != nil {
@@ -195,6 +195,17 @@ func checkNode(n *yaml.Node, t reflect.Type, where string, depth int) error {
 		}
 	}
 	return nil
+}
+
+// maxField bounds a FieldError.Field, whose end may be a stranger's word, in bytes.
+const maxField = 80
+
+// fieldOf is the field of a place. The policy itself is none.
+func fieldOf(where string) string {
+	if where == "policy" {
+		return ""
+	}
+	return strings.ToValidUTF8(where[:min(len(where), maxField)], "")
 }
 
 // fieldsOf maps the YAML names of a struct's fields to their types.

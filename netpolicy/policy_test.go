@@ -75,7 +75,7 @@ func TestParse_errors_name_line_and_field(t *testing.T) {
 		{"quota: {egress_bytes: -1}", "quota.egress_bytes"},
 		{"quota: {egress_bytes: ten}", "quota.egress_bytes"},
 		{"flows: 1", "flows"},
-		{"version: 2", "version 2"},
+		{"version: 2", "version: 2"},
 		{"default: allow", "default: fields belong here"},
 		{"default: {egress: permit}", "default.egress"},
 		{"a: &x 1\nb: *x", "no such field"},
@@ -97,6 +97,32 @@ func TestParse_errors_name_line_and_field(t *testing.T) {
 				t.Errorf("%v, want ErrPolicy with %q", err, tt.want)
 			}
 		})
+	}
+}
+
+func TestParse_errors_have_the_place_of_what_is_wrong(t *testing.T) {
+	for text, want := range map[string]string{
+		"version: 2": "version",
+		"rules: [{direction: egress}, {direction: egress, verdict: allow, ports: [80, 0]}]": "rules[1].ports[1]",
+		"rules: [{direction: egress, verdict: allow, cidrs: [10.0.0.1/8]}]":                 "rules[0].cidrs[0]",
+		"rules: [{direction: egress, verdict: allow, groups: [public, metadata]}]":          "rules[0].groups[1]",
+		"rules: [{direction: egress, verdict: allow, names: [a.example]}]":                  "rules",
+		"rules: [{direction: out}]":                                          "rules[0].direction",
+		"rules: [{direction: egress, port: 1}]":                              "rules[0].port",
+		"rules: [{direction: egress}, null]":                                 "rules[1]",
+		"default: {egress: permit}":                                          "default.egress",
+		"proxy: {enabled: true, inject: [{secret: 1a, hosts: [a.example]}]}": "proxy.inject[0].secret",
+		"limits: {ingress: {bits: {per_second: 1}}}":                         "limits.ingress.bits.per_second",
+		"publish: [{listen: '127.0.0.1:80', protocol: tcp}]":                 "publish[0].port",
+		strings.Repeat("x", 200) + ": 1":                                     strings.Repeat("x", 80),
+		"[]":                                                                 "",
+		"rules: [":                                                           "",
+	} {
+		_, err := Parse([]byte(text))
+		var in *FieldError
+		if errors.As(err, &in); err == nil || (in != nil && in.Field != want) || in == nil && want != "" {
+			t.Errorf("%.80s: %+v of %v, want %q", text, in, err, want)
+		}
 	}
 }
 

@@ -74,10 +74,10 @@ func (p *Policy) validateProxy() error {
 	}
 	inject := p.Proxy.Inject
 	if len(inject) > 0 && !p.Proxy.Enabled {
-		return fmt.Errorf("proxy.inject: the proxy is not switched on: add enabled: true")
+		return at("proxy.inject", "the proxy is not switched on: add enabled: true")
 	}
 	if len(inject) > MaxInjections {
-		return fmt.Errorf("proxy.inject: %d: at most %d", len(inject), MaxInjections)
+		return at("proxy.inject", "%d: at most %d", len(inject), MaxInjections)
 	}
 	hosts, ports := 0, 0
 	for n := range inject {
@@ -88,19 +88,19 @@ func (p *Policy) validateProxy() error {
 		}
 		for k, h := range i.Hosts {
 			if !p.HasName(h) {
-				return fmt.Errorf("%s.hosts[%d]: %s: no rule has that name, so it cannot be reached: add it to the names of a rule that allows it", where, k, h)
+				return at(fmt.Sprintf("%s.hosts[%d]", where, k), "%s: no rule has that name, so it cannot be reached: add it to the names of a rule that allows it", h)
 			}
 		}
 		hosts += len(i.Hosts)
 		ports += len(i.Ports)
 		for m := range inject[:n] {
 			if strings.EqualFold(inject[m].Secret, i.Secret) && inject[m].Secret != i.Secret {
-				return fmt.Errorf("%s.secret: %s and %s differ by case alone", where, inject[m].Secret, i.Secret)
+				return at(where+".secret", "%s and %s differ by case alone", inject[m].Secret, i.Secret)
 			}
 		}
 	}
 	if hosts > MaxNames || ports > MaxPortRanges {
-		return fmt.Errorf("proxy.inject: %d hosts and %d port ranges: at most %d and %d", hosts, ports, MaxNames, MaxPortRanges)
+		return at("proxy.inject", "%d hosts and %d port ranges: at most %d and %d", hosts, ports, MaxNames, MaxPortRanges)
 	}
 	return nil
 }
@@ -117,36 +117,36 @@ const (
 
 func (i *Injection) validate(where string) error {
 	if i.Secret == "" || len(i.Secret) > 64 || strings.Trim(i.Secret, letters+digits+"_") != "" || strings.ContainsAny(i.Secret[:1], digits) {
-		return fmt.Errorf("%s.secret: %.80q: 1 to 64 letters, digits and _, and no digit at the beginning: it is the name of a variable as well", where, i.Secret)
+		return at(where+".secret", "%.80q: 1 to 64 letters, digits and _, and no digit at the beginning: it is the name of a variable as well", i.Secret)
 	}
 	proxy, all, authority := ProxyVariables()
 	for _, v := range slices.Concat(notSecrets, proxy, all, authority) {
 		if strings.EqualFold(v, i.Secret) {
-			return fmt.Errorf("%s.secret: %s is a variable with a meaning of its own: name the secret otherwise", where, i.Secret)
+			return at(where+".secret", "%s is a variable with a meaning of its own: name the secret otherwise", i.Secret)
 		}
 	}
 	if len(i.Hosts) == 0 {
-		return fmt.Errorf("%s.hosts: none: name the hosts that get the secret", where)
+		return at(where+".hosts", "none: name the hosts that get the secret")
 	}
 	for k, h := range i.Hosts {
 		if strings.HasPrefix(h, "*") {
-			return fmt.Errorf("%s.hosts[%d]: %.80q: patterns are not allowed here: name each host", where, k, h)
+			return at(fmt.Sprintf("%s.hosts[%d]", where, k), "%.80q: patterns are not allowed here: name each host", h)
 		}
 		if err := checkName(h); err != nil {
-			return fmt.Errorf("%s.hosts[%d]: %w", where, k, err)
+			return at(fmt.Sprintf("%s.hosts[%d]", where, k), "%w", err)
 		}
 	}
 	if err := validatePorts(where, i.Ports); err != nil {
 		return err
 	}
 	if i.Header == "" || len(i.Header) > MaxHeader || strings.Trim(i.Header, letters+digits+"!#$%&'*+-.^_`|~") != "" {
-		return fmt.Errorf("%s.header: %.80q is not the name of a header, such as Authorization (RFC 9110, 5.1), of at most %d bytes", where, i.Header, MaxHeader)
+		return at(where+".header", "%.80q is not the name of a header, such as Authorization (RFC 9110, 5.1), of at most %d bytes", i.Header, MaxHeader)
 	}
 	if slices.Contains(notInjected, textproto.CanonicalMIMEHeaderKey(i.Header)) {
-		return fmt.Errorf("%s.header: %s says how a request goes on: no secret can be there", where, i.Header)
+		return at(where+".header", "%s says how a request goes on: no secret can be there", i.Header)
 	}
 	if len(i.Prefix) > MaxHeader || strings.ContainsFunc(i.Prefix, func(c rune) bool { return c < ' ' || c > '~' }) || strings.HasPrefix(i.Prefix, " ") {
-		return fmt.Errorf("%s.prefix: %.80q: at most %d printable ASCII characters, and no space at the beginning", where, i.Prefix, MaxHeader)
+		return at(where+".prefix", "%.80q: at most %d printable ASCII characters, and no space at the beginning", i.Prefix, MaxHeader)
 	}
 	return nil
 }

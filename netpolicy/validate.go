@@ -18,13 +18,13 @@ func (p *Policy) Validate() error {
 
 func (p *Policy) validate() error {
 	if p.Version != 0 && p.Version != 1 {
-		return fmt.Errorf("version %d: this program knows version 1", p.Version)
+		return at("version", "%d: this program knows version 1", p.Version)
 	}
 	if err := cmp.Or(p.Default.Egress.validate("default.egress"), p.Default.Ingress.validate("default.ingress")); err != nil {
 		return err
 	}
 	if n := len(p.Rules) + p.implicit(); n > MaxRules {
-		return fmt.Errorf("rules: %d, with those of published ports and the resolver: at most %d", n, MaxRules)
+		return at("rules", "%d, with those of published ports and the resolver: at most %d", n, MaxRules)
 	}
 	var total struct{ cidrs, ports, names, tags int }
 	for i := range p.Rules {
@@ -45,35 +45,56 @@ func (p *Policy) validate() error {
 		{"names", total.names, MaxNames}, {"agents", total.tags, MaxTags},
 	} {
 		if l.n > l.max {
-			return fmt.Errorf("rules: %d %s in all rules: at most %d", l.n, l.what, l.max)
+			return at("rules", "%d %s in all rules: at most %d", l.n, l.what, l.max)
 		}
 	}
 	if err := p.validatePublished(); err != nil {
 		return err
 	}
 	if total.names > 0 && p.DNS == nil {
-		return fmt.Errorf("rules: names are matched by what the endpoint's resolver finds: add dns with its upstreams")
+		return at("rules", "names are matched by what the endpoint's resolver finds: add dns with its upstreams")
 	}
 	if d := p.DNS; d != nil {
 		if len(d.Upstreams) > MaxUpstreams {
-			return fmt.Errorf("dns.upstreams: %d: at most %d", len(d.Upstreams), MaxUpstreams)
+			return at("dns.upstreams", "%d: at most %d", len(d.Upstreams), MaxUpstreams)
 		}
 		for i, u := range d.Upstreams {
 			if !u.IsValid() || u.Port() == 0 {
-				return fmt.Errorf("dns.upstreams[%d]: no address and port, such as 192.0.2.53:53", i)
+				return at(fmt.Sprintf("dns.upstreams[%d]", i), "no address and port, such as 192.0.2.53:53")
 			}
 		}
 		if d.QueriesPerSecond < 0 || d.QueriesPerSecond > 100000 {
-			return fmt.Errorf("dns.queries_per_second: %d: 1 to 100000", d.QueriesPerSecond)
+			return at("dns.queries_per_second", "%d: 1 to 100000", d.QueriesPerSecond)
 		}
 	}
 	if err := cmp.Or(p.validateProxy(), p.Limits.Egress.validate("limits.egress"), p.Limits.Ingress.validate("limits.ingress")); err != nil {
 		return err
 	}
 	if p.Flows != 0 && (p.Flows < MinFlows || p.Flows > MaxFlows) {
-		return fmt.Errorf("flows: %d: %d to %d, or 0 for %d", p.Flows, MinFlows, MaxFlows, DefaultFlows)
+		return at("flows", "%d: %d to %d, or 0 for %d", p.Flows, MinFlows, MaxFlows, DefaultFlows)
 	}
 	return nil
+}
+
+// FieldError is an error of one field of a policy.
+type FieldError struct {
+	// Field is its place: "rules[2].ports[0]". Entries of lists have an index, which counts from 0.
+	Field string
+	Err   error
+}
+
+// Error returns the text of the cause, which names the place.
+func (e *FieldError) Error() string { return e.Err.Error() }
+
+// Unwrap returns the cause.
+func (e *FieldError) Unwrap() error { return e.Err }
+
+// FieldName returns Field: see spec.FieldOf.
+func (e *FieldError) FieldName() string { return e.Field }
+
+// at returns an error of a place.
+func at(place, format string, args ...any) error {
+	return &FieldError{place, fmt.Errorf("%s: %w", place, fmt.Errorf(format, args...))}
 }
 
 // implicit returns how many rules the policy has that are not in Rules: see flatten.
@@ -93,7 +114,7 @@ func (p *Policy) implicit() int {
 
 func (p *Policy) validatePublished() error {
 	if len(p.Publish) > MaxPublished {
-		return fmt.Errorf("publish: %d ports: at most %d", len(p.Publish), MaxPublished)
+		return at("publish", "%d ports: at most %d", len(p.Publish), MaxPublished)
 	}
 	type key struct {
 		listen   netip.AddrPort
@@ -104,15 +125,15 @@ func (p *Policy) validatePublished() error {
 		where := fmt.Sprintf("publish[%d]", i)
 		switch {
 		case !pub.Listen.IsValid() || pub.Listen.Port() == 0:
-			return fmt.Errorf("%s.listen: no address and port, such as 127.0.0.1:8080", where)
+			return at(where+".listen", "no address and port, such as 127.0.0.1:8080")
 		case pub.Port == 0:
-			return fmt.Errorf("%s.port: 1 to 65535", where)
+			return at(where+".port", "1 to 65535")
 		case pub.Protocol != TCP && pub.Protocol != UDP:
-			return fmt.Errorf("%s.protocol: %q: tcp or udp", where, pub.Protocol)
+			return at(where+".protocol", "%q: tcp or udp", pub.Protocol)
 		}
 		k := key{pub.Listen, pub.Protocol}
 		if seen[k] {
-			return fmt.Errorf("%s.listen: %v is published twice", where, pub.Listen)
+			return at(where+".listen", "%v is published twice", pub.Listen)
 		}
 		seen[k] = true
 	}
@@ -124,22 +145,22 @@ func (v Verdict) validate(where string) error {
 	case "", Allow, Deny, Reject:
 		return nil
 	}
-	return fmt.Errorf("%s: verdict %.40q: allow, deny or reject", where, string(v))
+	return at(where, "verdict %.40q: allow, deny or reject", string(v))
 }
 
 func (r *Rule) validate(where string) error {
 	if len(r.Name) > MaxRuleName || strings.ContainsFunc(r.Name, func(c rune) bool { return c < ' ' || c == 0x7f || c == '\uFFFD' }) {
-		return fmt.Errorf("%s.name: at most %d bytes of printable text", where, MaxRuleName)
+		return at(where+".name", "at most %d bytes of printable text", MaxRuleName)
 	}
 	if r.Direction != Egress && r.Direction != Ingress {
-		return fmt.Errorf("%s.direction: %.40q: egress or ingress", where, string(r.Direction))
+		return at(where+".direction", "%.40q: egress or ingress", string(r.Direction))
 	}
 	if err := r.Verdict.validate(where + ".verdict"); err != nil {
 		return err
 	}
 	for i, c := range r.CIDRs {
 		if err := checkPrefix(c.Prefix); err != nil {
-			return fmt.Errorf("%s.cidrs[%d]: %w", where, i, err)
+			return at(fmt.Sprintf("%s.cidrs[%d]", where, i), "%w", err)
 		}
 	}
 	for i, g := range r.Groups {
@@ -147,44 +168,44 @@ func (r *Rule) validate(where string) error {
 		case Any, Public, Private, Host:
 		case Metadata, LinkLocal, Loopback, Multicast:
 			if r.Verdict == Allow {
-				return fmt.Errorf("%s.groups[%d]: %s is always denied: no rule can allow it", where, i, g)
+				return at(fmt.Sprintf("%s.groups[%d]", where, i), "%s is always denied: no rule can allow it", g)
 			}
 		default:
-			return fmt.Errorf("%s.groups[%d]: %.40q: any, public, private, host, metadata, link-local, loopback or multicast", where, i, string(g))
+			return at(fmt.Sprintf("%s.groups[%d]", where, i), "%.40q: any, public, private, host, metadata, link-local, loopback or multicast", string(g))
 		}
 	}
 	if len(r.Names) > 0 && (r.Verdict != Allow || r.Direction != Egress) {
-		return fmt.Errorf("%s.names: only rules that allow egress can have names: an address that was never resolved would not match", where)
+		return at(where+".names", "only rules that allow egress can have names: an address that was never resolved would not match")
 	}
 	for i, n := range r.Names {
 		if err := checkName(n); err != nil {
-			return fmt.Errorf("%s.names[%d]: %w", where, i, err)
+			return at(fmt.Sprintf("%s.names[%d]", where, i), "%w", err)
 		}
 	}
 	for i, t := range r.Endpoints {
 		if err := checkTag(t); err != nil {
-			return fmt.Errorf("%s.agents[%d]: %w", where, i, err)
+			return at(fmt.Sprintf("%s.agents[%d]", where, i), "%w", err)
 		}
 	}
 	for i, pr := range r.Protocols {
 		switch pr {
 		case TCP, UDP, ICMP, AnyProtocol:
 		default:
-			return fmt.Errorf("%s.protocols[%d]: %.40q: tcp, udp, icmp or any", where, i, string(pr))
+			return at(fmt.Sprintf("%s.protocols[%d]", where, i), "%.40q: tcp, udp, icmp or any", string(pr))
 		}
 	}
 	if err := validatePorts(where, r.Ports); err != nil {
 		return err
 	}
 	if len(r.TLS) > 0 && len(r.Names) == 0 {
-		return fmt.Errorf("%s.tls: it says where names are checked, and the rule has none", where)
+		return at(where+".tls", "it says where names are checked, and the rule has none")
 	}
 	for i, c := range r.TLS {
 		switch {
 		case c == CheckNowhere && len(r.TLS) > 1:
-			return fmt.Errorf("%s.tls[%d]: none stands alone", where, i)
+			return at(fmt.Sprintf("%s.tls[%d]", where, i), "none stands alone")
 		case c != CheckNowhere && (c.First == 0 || c.First > c.Last):
-			return fmt.Errorf("%s.tls[%d]: %d-%d is no range of ports: they are 1 to 65535", where, i, c.First, c.Last)
+			return at(fmt.Sprintf("%s.tls[%d]", where, i), "%d-%d is no range of ports: they are 1 to 65535", c.First, c.Last)
 		}
 	}
 	return nil
@@ -193,7 +214,7 @@ func (r *Rule) validate(where string) error {
 func validatePorts(where string, ranges []PortRange) error {
 	for i, r := range ranges {
 		if r.First == 0 || r.First > r.Last {
-			return fmt.Errorf("%s.ports[%d]: %d-%d is no range of ports: they are 1 to 65535", where, i, r.First, r.Last)
+			return at(fmt.Sprintf("%s.ports[%d]", where, i), "%d-%d is no range of ports: they are 1 to 65535", r.First, r.Last)
 		}
 	}
 	return nil
@@ -258,9 +279,9 @@ func (r Rates) validate(where string) error {
 		switch {
 		case l.r == nil:
 		case l.r.PerSecond < l.min || l.r.PerSecond > l.max:
-			return fmt.Errorf("%s.%s.per_second: %d: %d to %d, or leave %s out", where, l.what, l.r.PerSecond, l.min, l.max, l.what)
+			return at(fmt.Sprintf("%s.%s.per_second", where, l.what), "%d: %d to %d, or leave %s out", l.r.PerSecond, l.min, l.max, l.what)
 		case l.r.Burst != 0 && (l.r.Burst < l.burst || l.r.Burst > 1e12):
-			return fmt.Errorf("%s.%s.burst: %d: %d to 1e12, or 0", where, l.what, l.r.Burst, l.burst)
+			return at(fmt.Sprintf("%s.%s.burst", where, l.what), "%d: %d to 1e12, or 0", l.r.Burst, l.burst)
 		}
 	}
 	return nil

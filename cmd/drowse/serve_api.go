@@ -39,7 +39,7 @@ func (f *apiFlags) add(cmd *cobra.Command) {
 	fl.StringVar(&f.key, "tls-key", "", "key of the certificate, PEM")
 	fl.BoolVar(&f.tcp.Plain, "no-tls", false, "allow --listen without TLS on an address that others reach, because something else encrypts")
 	fl.StringVar(&f.ids, "identities", "", "file with OpenID Connect issuers, and what their and certificates' identities may do (docs/guides/api.md)")
-	fl.StringVar(&f.clientCA, "client-ca", "", "authorities of client certificates, PEM, for --listen with TLS; read again when it changes")
+	fl.StringVar(&f.clientCA, "client-ca", "", "authorities of client certificates, PEM, for --listen and --e2b with TLS; read again when it changes")
 	fl.StringArrayVar(&f.hosts, "host", nil, "host name of this server, besides addresses and localhost; repeatable")
 }
 
@@ -53,8 +53,8 @@ func (f *apiFlags) check(wire *e2bFlags) error {
 	if f.ids != "" && f.tcp.Address == "" && wire.listen == "" {
 		return usageError{errors.New("--identities goes with --listen or --e2b")}
 	}
-	if f.clientCA != "" && (f.ids == "" || f.cert == "") {
-		return usageError{errors.New("--client-ca goes with --identities, which says what certificates may do, and with --tls-cert")}
+	if f.clientCA != "" && (f.ids == "" || f.cert == "" && wire.cert == "") {
+		return usageError{errors.New("--client-ca goes with --identities, which says what certificates may do, and with --tls-cert or --e2b-cert")}
 	}
 	if f.off && (f.tcp.Address != "" || len(f.hosts) > 0) {
 		return usageError{errors.New("--listen and --host do not go with --no-api")}

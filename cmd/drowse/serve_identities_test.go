@@ -88,7 +88,7 @@ certificates:
 	go func() {
 		ended <- run(ctx, []string{
 			"--state", dir, "serve", "--pool", "0", "--listen", "127.0.0.1:0", "--tls-cert", cert, "--tls-key", key,
-			"--identities", rules, "--client-ca", clients.File, "--e2b", "127.0.0.1:0",
+			"--identities", rules, "--client-ca", clients.File, "--e2b", "127.0.0.1:0", "--e2b-cert", cert, "--e2b-key", key,
 		}, io.Discard, &log)
 	}()
 	defer func() {
@@ -98,7 +98,7 @@ certificates:
 		}
 	}()
 	base := "https://" + log.find(t, `answering"? at=(127\S+)`, ended)
-	e2b := "http://" + log.find(t, `E2B's clients"? at=(127\S+)`, ended)
+	e2b := "https://" + log.find(t, `E2B's clients"? at=(127\S+)`, ended)
 
 	builder := clients.Client(&x509.Certificate{URIs: vouch.URI(t, "spiffe://prod/ns/ci/sa/builder")})
 	with := func(show ...tls.Certificate) *http.Client {
@@ -151,10 +151,16 @@ certificates:
 		"a foreign certificate":    {foreign, "GET", version, "", nil, 401, "certificate is refused"},
 		"a token beside that":      {foreign, "GET", version, "", []string{"Authorization", good}, 200, `"create"`},
 		"beyond the certificate":   {shows, "POST", base + "/v1/sandboxes", `{"spec":{"name":"x","image":"test"}}`, nil, 403, "cert:uri:spiffe://prod/ns/ci/sa/builder may only read"},
-		"a key of the issuer":      {http.DefaultClient, "GET", e2b + "/v2/sandboxes", "", []string{"X-API-KEY", strings.TrimPrefix(good, "Bearer ")}, 200, "["},
-		"a bearer of the issuer":   {http.DefaultClient, "GET", e2b + "/v2/sandboxes", "", []string{"Authorization", good}, 200, "["},
-		"a key without a rule":     {http.DefaultClient, "GET", e2b + "/v2/sandboxes", "", []string{"X-API-KEY", issuer.Token("x", nil)}, 403, "idp:x may do nothing here"},
-		"an expired key":           {http.DefaultClient, "GET", e2b + "/v2/sandboxes", "", []string{"X-API-KEY", issuer.Token("ci:x", map[string]any{"exp": 1})}, 401, "has expired"},
+		"a key of the issuer":      {plain, "GET", e2b + "/v2/sandboxes", "", []string{"X-API-KEY", strings.TrimPrefix(good, "Bearer ")}, 200, "["},
+		"a bearer of the issuer":   {plain, "GET", e2b + "/v2/sandboxes", "", []string{"Authorization", good}, 200, "["},
+		"a key without a rule":     {plain, "GET", e2b + "/v2/sandboxes", "", []string{"X-API-KEY", issuer.Token("x", nil)}, 403, "idp:x may do nothing here"},
+		"an expired key":           {plain, "GET", e2b + "/v2/sandboxes", "", []string{"X-API-KEY", issuer.Token("ci:x", map[string]any{"exp": 1})}, 401, "has expired"},
+		"a certificate at E2B's":   {shows, "GET", e2b + "/v2/sandboxes", "", nil, 200, "["},
+		"a foreign one at E2B's":   {foreign, "GET", e2b + "/v2/sandboxes", "", nil, 401, "certificate is refused"},
+		"a key beside that":        {foreign, "GET", e2b + "/v2/sandboxes", "", []string{"Authorization", good}, 200, "["},
+		"beyond it at E2B's":       {shows, "POST", e2b + "/v2/sandboxes", `{"templateID":"test"}`, nil, 403, "does not allow"},
+		"a page's at E2B's":        {shows, "GET", e2b + "/v2/sandboxes", "", []string{"Origin", "https://evil.example"}, 403, "needs a key"},
+		"neither at E2B's":         {plain, "GET", e2b + "/v2/sandboxes", "", nil, 401, "key is missing"},
 		"a sandbox of the owner":   {plain, "POST", base + "/v1/sandboxes", `{"spec":{"name":"dev","image":"test"}}`, []string{"Authorization", good}, 201, `"owner":"ci"`},
 		"health, with a bad token": {plain, "GET", base + "/healthz", "", []string{"Authorization", "Bearer " + issuer.Token("x", nil)}, 200, "ok"},
 	} {

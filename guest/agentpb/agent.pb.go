@@ -2781,14 +2781,17 @@ func (x *KillRequest) GetForget() bool {
 }
 
 type FileInfo struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"` // last element
-	Size          int64                  `protobuf:"varint,2,opt,name=size,proto3" json:"size,omitempty"`
-	Mode          uint32                 `protobuf:"varint,3,opt,name=mode,proto3" json:"mode,omitempty"` // st_mode, type and permissions
-	Uid           uint32                 `protobuf:"varint,4,opt,name=uid,proto3" json:"uid,omitempty"`
-	Gid           uint32                 `protobuf:"varint,5,opt,name=gid,proto3" json:"gid,omitempty"`
-	MtimeNanos    int64                  `protobuf:"varint,6,opt,name=mtime_nanos,json=mtimeNanos,proto3" json:"mtime_nanos,omitempty"`
-	Link          string                 `protobuf:"bytes,7,opt,name=link,proto3" json:"link,omitempty"` // target of a symbolic link
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	Name       string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"` // last element
+	Size       int64                  `protobuf:"varint,2,opt,name=size,proto3" json:"size,omitempty"`
+	Mode       uint32                 `protobuf:"varint,3,opt,name=mode,proto3" json:"mode,omitempty"` // st_mode, type and permissions
+	Uid        uint32                 `protobuf:"varint,4,opt,name=uid,proto3" json:"uid,omitempty"`
+	Gid        uint32                 `protobuf:"varint,5,opt,name=gid,proto3" json:"gid,omitempty"`
+	MtimeNanos int64                  `protobuf:"varint,6,opt,name=mtime_nanos,json=mtimeNanos,proto3" json:"mtime_nanos,omitempty"`
+	Link       string                 `protobuf:"bytes,7,opt,name=link,proto3" json:"link,omitempty"` // target of a symbolic link
+	// Extended attributes of regular files and directories whose names begin with "user.", at
+	// most 8 KiB with their names: others are left out.
+	Attributes    map[string][]byte `protobuf:"bytes,8,rep,name=attributes,proto3" json:"attributes,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2870,6 +2873,13 @@ func (x *FileInfo) GetLink() string {
 		return x.Link
 	}
 	return ""
+}
+
+func (x *FileInfo) GetAttributes() map[string][]byte {
+	if x != nil {
+		return x.Attributes
+	}
+	return nil
 }
 
 type StatRequest struct {
@@ -3606,6 +3616,7 @@ type WriteFile struct {
 	Parents       bool                   `protobuf:"varint,6,opt,name=parents,proto3" json:"parents,omitempty"`
 	Offset        int64                  `protobuf:"varint,7,opt,name=offset,proto3" json:"offset,omitempty"` // write here and do not truncate; not with atomic
 	Append        bool                   `protobuf:"varint,8,opt,name=append,proto3" json:"append,omitempty"`
+	Attributes    *Attributes            `protobuf:"bytes,9,opt,name=attributes,proto3" json:"attributes,omitempty"` // absent leaves those of an existing file
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3696,6 +3707,66 @@ func (x *WriteFile) GetAppend() bool {
 	return false
 }
 
+func (x *WriteFile) GetAttributes() *Attributes {
+	if x != nil {
+		return x.Attributes
+	}
+	return nil
+}
+
+// Attributes are the extended attributes whose names begin with prefix: others of these go.
+type Attributes struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Prefix        string                 `protobuf:"bytes,1,opt,name=prefix,proto3" json:"prefix,omitempty"`                                                                           // begins with "user."
+	Values        map[string][]byte      `protobuf:"bytes,2,rep,name=values,proto3" json:"values,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"` // by whole names
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Attributes) Reset() {
+	*x = Attributes{}
+	mi := &file_agent_proto_msgTypes[50]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Attributes) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Attributes) ProtoMessage() {}
+
+func (x *Attributes) ProtoReflect() protoreflect.Message {
+	mi := &file_agent_proto_msgTypes[50]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Attributes.ProtoReflect.Descriptor instead.
+func (*Attributes) Descriptor() ([]byte, []int) {
+	return file_agent_proto_rawDescGZIP(), []int{50}
+}
+
+func (x *Attributes) GetPrefix() string {
+	if x != nil {
+		return x.Prefix
+	}
+	return ""
+}
+
+func (x *Attributes) GetValues() map[string][]byte {
+	if x != nil {
+		return x.Values
+	}
+	return nil
+}
+
 type Owner struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Uid           uint32                 `protobuf:"varint,1,opt,name=uid,proto3" json:"uid,omitempty"`
@@ -3706,7 +3777,7 @@ type Owner struct {
 
 func (x *Owner) Reset() {
 	*x = Owner{}
-	mi := &file_agent_proto_msgTypes[50]
+	mi := &file_agent_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3718,7 +3789,7 @@ func (x *Owner) String() string {
 func (*Owner) ProtoMessage() {}
 
 func (x *Owner) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[50]
+	mi := &file_agent_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3731,7 +3802,7 @@ func (x *Owner) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Owner.ProtoReflect.Descriptor instead.
 func (*Owner) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{50}
+	return file_agent_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *Owner) GetUid() uint32 {
@@ -3757,7 +3828,7 @@ type Pack struct {
 
 func (x *Pack) Reset() {
 	*x = Pack{}
-	mi := &file_agent_proto_msgTypes[51]
+	mi := &file_agent_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3769,7 +3840,7 @@ func (x *Pack) String() string {
 func (*Pack) ProtoMessage() {}
 
 func (x *Pack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[51]
+	mi := &file_agent_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3782,7 +3853,7 @@ func (x *Pack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pack.ProtoReflect.Descriptor instead.
 func (*Pack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{51}
+	return file_agent_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *Pack) GetPath() string {
@@ -3807,7 +3878,7 @@ type Unpack struct {
 
 func (x *Unpack) Reset() {
 	*x = Unpack{}
-	mi := &file_agent_proto_msgTypes[52]
+	mi := &file_agent_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3819,7 +3890,7 @@ func (x *Unpack) String() string {
 func (*Unpack) ProtoMessage() {}
 
 func (x *Unpack) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[52]
+	mi := &file_agent_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3832,7 +3903,7 @@ func (x *Unpack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Unpack.ProtoReflect.Descriptor instead.
 func (*Unpack) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{52}
+	return file_agent_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *Unpack) GetPath() string {
@@ -3885,7 +3956,7 @@ type TransferResponse struct {
 
 func (x *TransferResponse) Reset() {
 	*x = TransferResponse{}
-	mi := &file_agent_proto_msgTypes[53]
+	mi := &file_agent_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3897,7 +3968,7 @@ func (x *TransferResponse) String() string {
 func (*TransferResponse) ProtoMessage() {}
 
 func (x *TransferResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[53]
+	mi := &file_agent_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3910,7 +3981,7 @@ func (x *TransferResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferResponse.ProtoReflect.Descriptor instead.
 func (*TransferResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{53}
+	return file_agent_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *TransferResponse) GetMsg() isTransferResponse_Msg {
@@ -3994,7 +4065,7 @@ type TransferDone struct {
 
 func (x *TransferDone) Reset() {
 	*x = TransferDone{}
-	mi := &file_agent_proto_msgTypes[54]
+	mi := &file_agent_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4006,7 +4077,7 @@ func (x *TransferDone) String() string {
 func (*TransferDone) ProtoMessage() {}
 
 func (x *TransferDone) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[54]
+	mi := &file_agent_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4019,7 +4090,7 @@ func (x *TransferDone) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TransferDone.ProtoReflect.Descriptor instead.
 func (*TransferDone) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{54}
+	return file_agent_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *TransferDone) GetBytes() int64 {
@@ -4046,7 +4117,7 @@ type ShutdownRequest struct {
 
 func (x *ShutdownRequest) Reset() {
 	*x = ShutdownRequest{}
-	mi := &file_agent_proto_msgTypes[55]
+	mi := &file_agent_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4058,7 +4129,7 @@ func (x *ShutdownRequest) String() string {
 func (*ShutdownRequest) ProtoMessage() {}
 
 func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[55]
+	mi := &file_agent_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4071,7 +4142,7 @@ func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{55}
+	return file_agent_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *ShutdownRequest) GetReboot() bool {
@@ -4096,7 +4167,7 @@ type SecretsRequest struct {
 
 func (x *SecretsRequest) Reset() {
 	*x = SecretsRequest{}
-	mi := &file_agent_proto_msgTypes[56]
+	mi := &file_agent_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4108,7 +4179,7 @@ func (x *SecretsRequest) String() string {
 func (*SecretsRequest) ProtoMessage() {}
 
 func (x *SecretsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[56]
+	mi := &file_agent_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4121,7 +4192,7 @@ func (x *SecretsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SecretsRequest.ProtoReflect.Descriptor instead.
 func (*SecretsRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{56}
+	return file_agent_proto_rawDescGZIP(), []int{57}
 }
 
 // Service is a program that the agent keeps running. It tells port 1021 of the host when
@@ -4147,7 +4218,7 @@ type Service struct {
 
 func (x *Service) Reset() {
 	*x = Service{}
-	mi := &file_agent_proto_msgTypes[57]
+	mi := &file_agent_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4159,7 +4230,7 @@ func (x *Service) String() string {
 func (*Service) ProtoMessage() {}
 
 func (x *Service) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[57]
+	mi := &file_agent_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4172,7 +4243,7 @@ func (x *Service) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Service.ProtoReflect.Descriptor instead.
 func (*Service) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{57}
+	return file_agent_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *Service) GetName() string {
@@ -4282,7 +4353,7 @@ type Check struct {
 
 func (x *Check) Reset() {
 	*x = Check{}
-	mi := &file_agent_proto_msgTypes[58]
+	mi := &file_agent_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4294,7 +4365,7 @@ func (x *Check) String() string {
 func (*Check) ProtoMessage() {}
 
 func (x *Check) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[58]
+	mi := &file_agent_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4307,7 +4378,7 @@ func (x *Check) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Check.ProtoReflect.Descriptor instead.
 func (*Check) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{58}
+	return file_agent_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *Check) GetKind() string {
@@ -4371,7 +4442,7 @@ type SetServiceRequest struct {
 
 func (x *SetServiceRequest) Reset() {
 	*x = SetServiceRequest{}
-	mi := &file_agent_proto_msgTypes[59]
+	mi := &file_agent_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4383,7 +4454,7 @@ func (x *SetServiceRequest) String() string {
 func (*SetServiceRequest) ProtoMessage() {}
 
 func (x *SetServiceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[59]
+	mi := &file_agent_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4396,7 +4467,7 @@ func (x *SetServiceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetServiceRequest.ProtoReflect.Descriptor instead.
 func (*SetServiceRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{59}
+	return file_agent_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *SetServiceRequest) GetService() *Service {
@@ -4430,7 +4501,7 @@ type StopServiceRequest struct {
 
 func (x *StopServiceRequest) Reset() {
 	*x = StopServiceRequest{}
-	mi := &file_agent_proto_msgTypes[60]
+	mi := &file_agent_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4442,7 +4513,7 @@ func (x *StopServiceRequest) String() string {
 func (*StopServiceRequest) ProtoMessage() {}
 
 func (x *StopServiceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[60]
+	mi := &file_agent_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4455,7 +4526,7 @@ func (x *StopServiceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopServiceRequest.ProtoReflect.Descriptor instead.
 func (*StopServiceRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{60}
+	return file_agent_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *StopServiceRequest) GetName() string {
@@ -4480,7 +4551,7 @@ type ListServicesRequest struct {
 
 func (x *ListServicesRequest) Reset() {
 	*x = ListServicesRequest{}
-	mi := &file_agent_proto_msgTypes[61]
+	mi := &file_agent_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4492,7 +4563,7 @@ func (x *ListServicesRequest) String() string {
 func (*ListServicesRequest) ProtoMessage() {}
 
 func (x *ListServicesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[61]
+	mi := &file_agent_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4505,7 +4576,7 @@ func (x *ListServicesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListServicesRequest.ProtoReflect.Descriptor instead.
 func (*ListServicesRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{61}
+	return file_agent_proto_rawDescGZIP(), []int{62}
 }
 
 type ListServicesResponse struct {
@@ -4517,7 +4588,7 @@ type ListServicesResponse struct {
 
 func (x *ListServicesResponse) Reset() {
 	*x = ListServicesResponse{}
-	mi := &file_agent_proto_msgTypes[62]
+	mi := &file_agent_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4529,7 +4600,7 @@ func (x *ListServicesResponse) String() string {
 func (*ListServicesResponse) ProtoMessage() {}
 
 func (x *ListServicesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[62]
+	mi := &file_agent_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4542,7 +4613,7 @@ func (x *ListServicesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListServicesResponse.ProtoReflect.Descriptor instead.
 func (*ListServicesResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{62}
+	return file_agent_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *ListServicesResponse) GetServices() []*ServiceState {
@@ -4574,7 +4645,7 @@ type ServiceState struct {
 
 func (x *ServiceState) Reset() {
 	*x = ServiceState{}
-	mi := &file_agent_proto_msgTypes[63]
+	mi := &file_agent_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4586,7 +4657,7 @@ func (x *ServiceState) String() string {
 func (*ServiceState) ProtoMessage() {}
 
 func (x *ServiceState) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[63]
+	mi := &file_agent_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4599,7 +4670,7 @@ func (x *ServiceState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceState.ProtoReflect.Descriptor instead.
 func (*ServiceState) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{63}
+	return file_agent_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *ServiceState) GetName() string {
@@ -4709,7 +4780,7 @@ type WaitServiceRequest struct {
 
 func (x *WaitServiceRequest) Reset() {
 	*x = WaitServiceRequest{}
-	mi := &file_agent_proto_msgTypes[64]
+	mi := &file_agent_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4721,7 +4792,7 @@ func (x *WaitServiceRequest) String() string {
 func (*WaitServiceRequest) ProtoMessage() {}
 
 func (x *WaitServiceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[64]
+	mi := &file_agent_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4734,7 +4805,7 @@ func (x *WaitServiceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WaitServiceRequest.ProtoReflect.Descriptor instead.
 func (*WaitServiceRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{64}
+	return file_agent_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *WaitServiceRequest) GetName() string {
@@ -4755,7 +4826,7 @@ type ServiceLogRequest struct {
 
 func (x *ServiceLogRequest) Reset() {
 	*x = ServiceLogRequest{}
-	mi := &file_agent_proto_msgTypes[65]
+	mi := &file_agent_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4767,7 +4838,7 @@ func (x *ServiceLogRequest) String() string {
 func (*ServiceLogRequest) ProtoMessage() {}
 
 func (x *ServiceLogRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[65]
+	mi := &file_agent_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4780,7 +4851,7 @@ func (x *ServiceLogRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceLogRequest.ProtoReflect.Descriptor instead.
 func (*ServiceLogRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{65}
+	return file_agent_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *ServiceLogRequest) GetName() string {
@@ -4815,7 +4886,7 @@ type ServiceLogResponse struct {
 
 func (x *ServiceLogResponse) Reset() {
 	*x = ServiceLogResponse{}
-	mi := &file_agent_proto_msgTypes[66]
+	mi := &file_agent_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4827,7 +4898,7 @@ func (x *ServiceLogResponse) String() string {
 func (*ServiceLogResponse) ProtoMessage() {}
 
 func (x *ServiceLogResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[66]
+	mi := &file_agent_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4840,7 +4911,7 @@ func (x *ServiceLogResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceLogResponse.ProtoReflect.Descriptor instead.
 func (*ServiceLogResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{66}
+	return file_agent_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *ServiceLogResponse) GetOffset() uint64 {
@@ -4877,7 +4948,7 @@ type DropRequest struct {
 
 func (x *DropRequest) Reset() {
 	*x = DropRequest{}
-	mi := &file_agent_proto_msgTypes[67]
+	mi := &file_agent_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4889,7 +4960,7 @@ func (x *DropRequest) String() string {
 func (*DropRequest) ProtoMessage() {}
 
 func (x *DropRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[67]
+	mi := &file_agent_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4902,7 +4973,7 @@ func (x *DropRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DropRequest.ProtoReflect.Descriptor instead.
 func (*DropRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{67}
+	return file_agent_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *DropRequest) GetPaths() []*DropPath {
@@ -4948,7 +5019,7 @@ type DropPath struct {
 
 func (x *DropPath) Reset() {
 	*x = DropPath{}
-	mi := &file_agent_proto_msgTypes[68]
+	mi := &file_agent_proto_msgTypes[69]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4960,7 +5031,7 @@ func (x *DropPath) String() string {
 func (*DropPath) ProtoMessage() {}
 
 func (x *DropPath) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[68]
+	mi := &file_agent_proto_msgTypes[69]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4973,7 +5044,7 @@ func (x *DropPath) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DropPath.ProtoReflect.Descriptor instead.
 func (*DropPath) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{68}
+	return file_agent_proto_rawDescGZIP(), []int{69}
 }
 
 func (x *DropPath) GetPath() string {
@@ -5017,7 +5088,7 @@ type DropResponse struct {
 
 func (x *DropResponse) Reset() {
 	*x = DropResponse{}
-	mi := &file_agent_proto_msgTypes[69]
+	mi := &file_agent_proto_msgTypes[70]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5029,7 +5100,7 @@ func (x *DropResponse) String() string {
 func (*DropResponse) ProtoMessage() {}
 
 func (x *DropResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[69]
+	mi := &file_agent_proto_msgTypes[70]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5042,7 +5113,7 @@ func (x *DropResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DropResponse.ProtoReflect.Descriptor instead.
 func (*DropResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{69}
+	return file_agent_proto_rawDescGZIP(), []int{70}
 }
 
 func (x *DropResponse) GetNowNanos() int64 {
@@ -5084,7 +5155,7 @@ type DroppedPath struct {
 
 func (x *DroppedPath) Reset() {
 	*x = DroppedPath{}
-	mi := &file_agent_proto_msgTypes[70]
+	mi := &file_agent_proto_msgTypes[71]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5096,7 +5167,7 @@ func (x *DroppedPath) String() string {
 func (*DroppedPath) ProtoMessage() {}
 
 func (x *DroppedPath) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[70]
+	mi := &file_agent_proto_msgTypes[71]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5109,7 +5180,7 @@ func (x *DroppedPath) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DroppedPath.ProtoReflect.Descriptor instead.
 func (*DroppedPath) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{70}
+	return file_agent_proto_rawDescGZIP(), []int{71}
 }
 
 func (x *DroppedPath) GetState() string {
@@ -5181,7 +5252,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_agent_proto_msgTypes[71]
+	mi := &file_agent_proto_msgTypes[72]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5193,7 +5264,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[71]
+	mi := &file_agent_proto_msgTypes[72]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5206,7 +5277,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{71}
+	return file_agent_proto_rawDescGZIP(), []int{72}
 }
 
 func (x *WatchRequest) GetMsg() isWatchRequest_Msg {
@@ -5267,7 +5338,7 @@ type WatchStart struct {
 
 func (x *WatchStart) Reset() {
 	*x = WatchStart{}
-	mi := &file_agent_proto_msgTypes[72]
+	mi := &file_agent_proto_msgTypes[73]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5279,7 +5350,7 @@ func (x *WatchStart) String() string {
 func (*WatchStart) ProtoMessage() {}
 
 func (x *WatchStart) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[72]
+	mi := &file_agent_proto_msgTypes[73]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5292,7 +5363,7 @@ func (x *WatchStart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStart.ProtoReflect.Descriptor instead.
 func (*WatchStart) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{72}
+	return file_agent_proto_rawDescGZIP(), []int{73}
 }
 
 func (x *WatchStart) GetPaths() []string {
@@ -5342,7 +5413,7 @@ type WatchResponse struct {
 
 func (x *WatchResponse) Reset() {
 	*x = WatchResponse{}
-	mi := &file_agent_proto_msgTypes[73]
+	mi := &file_agent_proto_msgTypes[74]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5354,7 +5425,7 @@ func (x *WatchResponse) String() string {
 func (*WatchResponse) ProtoMessage() {}
 
 func (x *WatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[73]
+	mi := &file_agent_proto_msgTypes[74]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5367,7 +5438,7 @@ func (x *WatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchResponse.ProtoReflect.Descriptor instead.
 func (*WatchResponse) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{73}
+	return file_agent_proto_rawDescGZIP(), []int{74}
 }
 
 func (x *WatchResponse) GetReady() bool {
@@ -5406,7 +5477,7 @@ type WatchEvent struct {
 
 func (x *WatchEvent) Reset() {
 	*x = WatchEvent{}
-	mi := &file_agent_proto_msgTypes[74]
+	mi := &file_agent_proto_msgTypes[75]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5418,7 +5489,7 @@ func (x *WatchEvent) String() string {
 func (*WatchEvent) ProtoMessage() {}
 
 func (x *WatchEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_agent_proto_msgTypes[74]
+	mi := &file_agent_proto_msgTypes[75]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5431,7 +5502,7 @@ func (x *WatchEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchEvent.ProtoReflect.Descriptor instead.
 func (*WatchEvent) Descriptor() ([]byte, []int) {
-	return file_agent_proto_rawDescGZIP(), []int{74}
+	return file_agent_proto_rawDescGZIP(), []int{75}
 }
 
 func (x *WatchEvent) GetNumber() uint64 {
@@ -5714,7 +5785,7 @@ const file_agent_proto_rawDesc = "" +
 	"\vKillRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x16\n" +
 	"\x06signal\x18\x02 \x01(\x05R\x06signal\x12\x16\n" +
-	"\x06forget\x18\x03 \x01(\bR\x06forget\"\x9f\x01\n" +
+	"\x06forget\x18\x03 \x01(\bR\x06forget\"\xa9\x02\n" +
 	"\bFileInfo\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04size\x18\x02 \x01(\x03R\x04size\x12\x12\n" +
@@ -5723,7 +5794,13 @@ const file_agent_proto_rawDesc = "" +
 	"\x03gid\x18\x05 \x01(\rR\x03gid\x12\x1f\n" +
 	"\vmtime_nanos\x18\x06 \x01(\x03R\n" +
 	"mtimeNanos\x12\x12\n" +
-	"\x04link\x18\a \x01(\tR\x04link\"9\n" +
+	"\x04link\x18\a \x01(\tR\x04link\x12I\n" +
+	"\n" +
+	"attributes\x18\b \x03(\v2).drowse.guest.v1.FileInfo.AttributesEntryR\n" +
+	"attributes\x1a=\n" +
+	"\x0fAttributesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\fR\x05value:\x028\x01\"9\n" +
 	"\vStatRequest\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x16\n" +
 	"\x06follow\x18\x02 \x01(\bR\x06follow\":\n" +
@@ -5766,7 +5843,7 @@ const file_agent_proto_rawDesc = "" +
 	"\bReadFile\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x03R\x06offset\x12\x16\n" +
-	"\x06length\x18\x03 \x01(\x03R\x06length\"\xe4\x01\n" +
+	"\x06length\x18\x03 \x01(\x03R\x06length\"\xa1\x02\n" +
 	"\tWriteFile\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x12\n" +
 	"\x04mode\x18\x02 \x01(\rR\x04mode\x12,\n" +
@@ -5776,7 +5853,17 @@ const file_agent_proto_rawDesc = "" +
 	"\x06atomic\x18\x05 \x01(\bR\x06atomic\x12\x18\n" +
 	"\aparents\x18\x06 \x01(\bR\aparents\x12\x16\n" +
 	"\x06offset\x18\a \x01(\x03R\x06offset\x12\x16\n" +
-	"\x06append\x18\b \x01(\bR\x06append\"+\n" +
+	"\x06append\x18\b \x01(\bR\x06append\x12;\n" +
+	"\n" +
+	"attributes\x18\t \x01(\v2\x1b.drowse.guest.v1.AttributesR\n" +
+	"attributes\"\xa0\x01\n" +
+	"\n" +
+	"Attributes\x12\x16\n" +
+	"\x06prefix\x18\x01 \x01(\tR\x06prefix\x12?\n" +
+	"\x06values\x18\x02 \x03(\v2'.drowse.guest.v1.Attributes.ValuesEntryR\x06values\x1a9\n" +
+	"\vValuesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\fR\x05value:\x028\x01\"+\n" +
 	"\x05Owner\x12\x10\n" +
 	"\x03uid\x18\x01 \x01(\rR\x03uid\x12\x10\n" +
 	"\x03gid\x18\x02 \x01(\rR\x03gid\"\x1a\n" +
@@ -5961,7 +6048,7 @@ func file_agent_proto_rawDescGZIP() []byte {
 	return file_agent_proto_rawDescData
 }
 
-var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 75)
+var file_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 78)
 var file_agent_proto_goTypes = []any{
 	(*Empty)(nil),                // 0: drowse.guest.v1.Empty
 	(*PingRequest)(nil),          // 1: drowse.guest.v1.PingRequest
@@ -6013,31 +6100,34 @@ var file_agent_proto_goTypes = []any{
 	(*TransferRequest)(nil),      // 47: drowse.guest.v1.TransferRequest
 	(*ReadFile)(nil),             // 48: drowse.guest.v1.ReadFile
 	(*WriteFile)(nil),            // 49: drowse.guest.v1.WriteFile
-	(*Owner)(nil),                // 50: drowse.guest.v1.Owner
-	(*Pack)(nil),                 // 51: drowse.guest.v1.Pack
-	(*Unpack)(nil),               // 52: drowse.guest.v1.Unpack
-	(*TransferResponse)(nil),     // 53: drowse.guest.v1.TransferResponse
-	(*TransferDone)(nil),         // 54: drowse.guest.v1.TransferDone
-	(*ShutdownRequest)(nil),      // 55: drowse.guest.v1.ShutdownRequest
-	(*SecretsRequest)(nil),       // 56: drowse.guest.v1.SecretsRequest
-	(*Service)(nil),              // 57: drowse.guest.v1.Service
-	(*Check)(nil),                // 58: drowse.guest.v1.Check
-	(*SetServiceRequest)(nil),    // 59: drowse.guest.v1.SetServiceRequest
-	(*StopServiceRequest)(nil),   // 60: drowse.guest.v1.StopServiceRequest
-	(*ListServicesRequest)(nil),  // 61: drowse.guest.v1.ListServicesRequest
-	(*ListServicesResponse)(nil), // 62: drowse.guest.v1.ListServicesResponse
-	(*ServiceState)(nil),         // 63: drowse.guest.v1.ServiceState
-	(*WaitServiceRequest)(nil),   // 64: drowse.guest.v1.WaitServiceRequest
-	(*ServiceLogRequest)(nil),    // 65: drowse.guest.v1.ServiceLogRequest
-	(*ServiceLogResponse)(nil),   // 66: drowse.guest.v1.ServiceLogResponse
-	(*DropRequest)(nil),          // 67: drowse.guest.v1.DropRequest
-	(*DropPath)(nil),             // 68: drowse.guest.v1.DropPath
-	(*DropResponse)(nil),         // 69: drowse.guest.v1.DropResponse
-	(*DroppedPath)(nil),          // 70: drowse.guest.v1.DroppedPath
-	(*WatchRequest)(nil),         // 71: drowse.guest.v1.WatchRequest
-	(*WatchStart)(nil),           // 72: drowse.guest.v1.WatchStart
-	(*WatchResponse)(nil),        // 73: drowse.guest.v1.WatchResponse
-	(*WatchEvent)(nil),           // 74: drowse.guest.v1.WatchEvent
+	(*Attributes)(nil),           // 50: drowse.guest.v1.Attributes
+	(*Owner)(nil),                // 51: drowse.guest.v1.Owner
+	(*Pack)(nil),                 // 52: drowse.guest.v1.Pack
+	(*Unpack)(nil),               // 53: drowse.guest.v1.Unpack
+	(*TransferResponse)(nil),     // 54: drowse.guest.v1.TransferResponse
+	(*TransferDone)(nil),         // 55: drowse.guest.v1.TransferDone
+	(*ShutdownRequest)(nil),      // 56: drowse.guest.v1.ShutdownRequest
+	(*SecretsRequest)(nil),       // 57: drowse.guest.v1.SecretsRequest
+	(*Service)(nil),              // 58: drowse.guest.v1.Service
+	(*Check)(nil),                // 59: drowse.guest.v1.Check
+	(*SetServiceRequest)(nil),    // 60: drowse.guest.v1.SetServiceRequest
+	(*StopServiceRequest)(nil),   // 61: drowse.guest.v1.StopServiceRequest
+	(*ListServicesRequest)(nil),  // 62: drowse.guest.v1.ListServicesRequest
+	(*ListServicesResponse)(nil), // 63: drowse.guest.v1.ListServicesResponse
+	(*ServiceState)(nil),         // 64: drowse.guest.v1.ServiceState
+	(*WaitServiceRequest)(nil),   // 65: drowse.guest.v1.WaitServiceRequest
+	(*ServiceLogRequest)(nil),    // 66: drowse.guest.v1.ServiceLogRequest
+	(*ServiceLogResponse)(nil),   // 67: drowse.guest.v1.ServiceLogResponse
+	(*DropRequest)(nil),          // 68: drowse.guest.v1.DropRequest
+	(*DropPath)(nil),             // 69: drowse.guest.v1.DropPath
+	(*DropResponse)(nil),         // 70: drowse.guest.v1.DropResponse
+	(*DroppedPath)(nil),          // 71: drowse.guest.v1.DroppedPath
+	(*WatchRequest)(nil),         // 72: drowse.guest.v1.WatchRequest
+	(*WatchStart)(nil),           // 73: drowse.guest.v1.WatchStart
+	(*WatchResponse)(nil),        // 74: drowse.guest.v1.WatchResponse
+	(*WatchEvent)(nil),           // 75: drowse.guest.v1.WatchEvent
+	nil,                          // 76: drowse.guest.v1.FileInfo.AttributesEntry
+	nil,                          // 77: drowse.guest.v1.Attributes.ValuesEntry
 }
 var file_agent_proto_depIdxs = []int32{
 	5,  // 0: drowse.guest.v1.StatsResponse.cpu:type_name -> drowse.guest.v1.CPUTimes
@@ -6061,88 +6151,91 @@ var file_agent_proto_depIdxs = []int32{
 	32, // 18: drowse.guest.v1.DiskChanges.changes:type_name -> drowse.guest.v1.DiskChange
 	35, // 19: drowse.guest.v1.ListResponse.processes:type_name -> drowse.guest.v1.Process
 	29, // 20: drowse.guest.v1.Process.exit:type_name -> drowse.guest.v1.ExecExit
-	37, // 21: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
-	50, // 22: drowse.guest.v1.MkdirRequest.owner:type_name -> drowse.guest.v1.Owner
-	48, // 23: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
-	49, // 24: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
-	51, // 25: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
-	52, // 26: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
-	0,  // 27: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
-	51, // 28: drowse.guest.v1.TransferRequest.resume_pack:type_name -> drowse.guest.v1.Pack
-	52, // 29: drowse.guest.v1.TransferRequest.resume_unpack:type_name -> drowse.guest.v1.Unpack
-	50, // 30: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
-	50, // 31: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
-	37, // 32: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
-	54, // 33: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
-	58, // 34: drowse.guest.v1.Service.check:type_name -> drowse.guest.v1.Check
-	57, // 35: drowse.guest.v1.SetServiceRequest.service:type_name -> drowse.guest.v1.Service
-	63, // 36: drowse.guest.v1.ListServicesResponse.services:type_name -> drowse.guest.v1.ServiceState
-	29, // 37: drowse.guest.v1.ServiceState.exit:type_name -> drowse.guest.v1.ExecExit
-	68, // 38: drowse.guest.v1.DropRequest.paths:type_name -> drowse.guest.v1.DropPath
-	70, // 39: drowse.guest.v1.DropResponse.paths:type_name -> drowse.guest.v1.DroppedPath
-	72, // 40: drowse.guest.v1.WatchRequest.start:type_name -> drowse.guest.v1.WatchStart
-	74, // 41: drowse.guest.v1.WatchResponse.events:type_name -> drowse.guest.v1.WatchEvent
-	1,  // 42: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
-	10, // 43: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
-	19, // 44: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
-	3,  // 45: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
-	12, // 46: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
-	15, // 47: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
-	17, // 48: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
-	21, // 49: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
-	33, // 50: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
-	36, // 51: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
-	38, // 52: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
-	39, // 53: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
-	41, // 54: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
-	42, // 55: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
-	43, // 56: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
-	44, // 57: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
-	45, // 58: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
-	47, // 59: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
-	55, // 60: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
-	56, // 61: drowse.guest.v1.Agent.Secrets:input_type -> drowse.guest.v1.SecretsRequest
-	59, // 62: drowse.guest.v1.Agent.SetService:input_type -> drowse.guest.v1.SetServiceRequest
-	60, // 63: drowse.guest.v1.Agent.StopService:input_type -> drowse.guest.v1.StopServiceRequest
-	61, // 64: drowse.guest.v1.Agent.ListServices:input_type -> drowse.guest.v1.ListServicesRequest
-	65, // 65: drowse.guest.v1.Agent.ServiceLog:input_type -> drowse.guest.v1.ServiceLogRequest
-	30, // 66: drowse.guest.v1.Agent.Changes:input_type -> drowse.guest.v1.ChangesRequest
-	64, // 67: drowse.guest.v1.Agent.WaitService:input_type -> drowse.guest.v1.WaitServiceRequest
-	67, // 68: drowse.guest.v1.Agent.Drop:input_type -> drowse.guest.v1.DropRequest
-	71, // 69: drowse.guest.v1.Agent.Watch:input_type -> drowse.guest.v1.WatchRequest
-	2,  // 70: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
-	11, // 71: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
-	20, // 72: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
-	4,  // 73: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
-	13, // 74: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
-	16, // 75: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
-	18, // 76: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
-	26, // 77: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
-	34, // 78: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
-	0,  // 79: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
-	37, // 80: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
-	40, // 81: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
-	0,  // 82: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
-	0,  // 83: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
-	0,  // 84: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
-	0,  // 85: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
-	46, // 86: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
-	53, // 87: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
-	0,  // 88: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
-	0,  // 89: drowse.guest.v1.Agent.Secrets:output_type -> drowse.guest.v1.Empty
-	63, // 90: drowse.guest.v1.Agent.SetService:output_type -> drowse.guest.v1.ServiceState
-	63, // 91: drowse.guest.v1.Agent.StopService:output_type -> drowse.guest.v1.ServiceState
-	62, // 92: drowse.guest.v1.Agent.ListServices:output_type -> drowse.guest.v1.ListServicesResponse
-	66, // 93: drowse.guest.v1.Agent.ServiceLog:output_type -> drowse.guest.v1.ServiceLogResponse
-	31, // 94: drowse.guest.v1.Agent.Changes:output_type -> drowse.guest.v1.DiskChanges
-	63, // 95: drowse.guest.v1.Agent.WaitService:output_type -> drowse.guest.v1.ServiceState
-	69, // 96: drowse.guest.v1.Agent.Drop:output_type -> drowse.guest.v1.DropResponse
-	73, // 97: drowse.guest.v1.Agent.Watch:output_type -> drowse.guest.v1.WatchResponse
-	70, // [70:98] is the sub-list for method output_type
-	42, // [42:70] is the sub-list for method input_type
-	42, // [42:42] is the sub-list for extension type_name
-	42, // [42:42] is the sub-list for extension extendee
-	0,  // [0:42] is the sub-list for field type_name
+	76, // 21: drowse.guest.v1.FileInfo.attributes:type_name -> drowse.guest.v1.FileInfo.AttributesEntry
+	37, // 22: drowse.guest.v1.ReadDirResponse.entries:type_name -> drowse.guest.v1.FileInfo
+	51, // 23: drowse.guest.v1.MkdirRequest.owner:type_name -> drowse.guest.v1.Owner
+	48, // 24: drowse.guest.v1.TransferRequest.read:type_name -> drowse.guest.v1.ReadFile
+	49, // 25: drowse.guest.v1.TransferRequest.write:type_name -> drowse.guest.v1.WriteFile
+	52, // 26: drowse.guest.v1.TransferRequest.pack:type_name -> drowse.guest.v1.Pack
+	53, // 27: drowse.guest.v1.TransferRequest.unpack:type_name -> drowse.guest.v1.Unpack
+	0,  // 28: drowse.guest.v1.TransferRequest.end:type_name -> drowse.guest.v1.Empty
+	52, // 29: drowse.guest.v1.TransferRequest.resume_pack:type_name -> drowse.guest.v1.Pack
+	53, // 30: drowse.guest.v1.TransferRequest.resume_unpack:type_name -> drowse.guest.v1.Unpack
+	51, // 31: drowse.guest.v1.WriteFile.owner:type_name -> drowse.guest.v1.Owner
+	50, // 32: drowse.guest.v1.WriteFile.attributes:type_name -> drowse.guest.v1.Attributes
+	77, // 33: drowse.guest.v1.Attributes.values:type_name -> drowse.guest.v1.Attributes.ValuesEntry
+	51, // 34: drowse.guest.v1.Unpack.owner:type_name -> drowse.guest.v1.Owner
+	37, // 35: drowse.guest.v1.TransferResponse.info:type_name -> drowse.guest.v1.FileInfo
+	55, // 36: drowse.guest.v1.TransferResponse.done:type_name -> drowse.guest.v1.TransferDone
+	59, // 37: drowse.guest.v1.Service.check:type_name -> drowse.guest.v1.Check
+	58, // 38: drowse.guest.v1.SetServiceRequest.service:type_name -> drowse.guest.v1.Service
+	64, // 39: drowse.guest.v1.ListServicesResponse.services:type_name -> drowse.guest.v1.ServiceState
+	29, // 40: drowse.guest.v1.ServiceState.exit:type_name -> drowse.guest.v1.ExecExit
+	69, // 41: drowse.guest.v1.DropRequest.paths:type_name -> drowse.guest.v1.DropPath
+	71, // 42: drowse.guest.v1.DropResponse.paths:type_name -> drowse.guest.v1.DroppedPath
+	73, // 43: drowse.guest.v1.WatchRequest.start:type_name -> drowse.guest.v1.WatchStart
+	75, // 44: drowse.guest.v1.WatchResponse.events:type_name -> drowse.guest.v1.WatchEvent
+	1,  // 45: drowse.guest.v1.Agent.Ping:input_type -> drowse.guest.v1.PingRequest
+	10, // 46: drowse.guest.v1.Agent.Resume:input_type -> drowse.guest.v1.ResumeRequest
+	19, // 47: drowse.guest.v1.Agent.Handover:input_type -> drowse.guest.v1.HandoverRequest
+	3,  // 48: drowse.guest.v1.Agent.Stats:input_type -> drowse.guest.v1.StatsRequest
+	12, // 49: drowse.guest.v1.Agent.Hooks:input_type -> drowse.guest.v1.HooksRequest
+	15, // 50: drowse.guest.v1.Agent.Freeze:input_type -> drowse.guest.v1.FreezeRequest
+	17, // 51: drowse.guest.v1.Agent.Thaw:input_type -> drowse.guest.v1.ThawRequest
+	21, // 52: drowse.guest.v1.Agent.Exec:input_type -> drowse.guest.v1.ExecRequest
+	33, // 53: drowse.guest.v1.Agent.List:input_type -> drowse.guest.v1.ListRequest
+	36, // 54: drowse.guest.v1.Agent.Kill:input_type -> drowse.guest.v1.KillRequest
+	38, // 55: drowse.guest.v1.Agent.Stat:input_type -> drowse.guest.v1.StatRequest
+	39, // 56: drowse.guest.v1.Agent.ReadDir:input_type -> drowse.guest.v1.ReadDirRequest
+	41, // 57: drowse.guest.v1.Agent.Mkdir:input_type -> drowse.guest.v1.MkdirRequest
+	42, // 58: drowse.guest.v1.Agent.Remove:input_type -> drowse.guest.v1.RemoveRequest
+	43, // 59: drowse.guest.v1.Agent.Rename:input_type -> drowse.guest.v1.RenameRequest
+	44, // 60: drowse.guest.v1.Agent.Symlink:input_type -> drowse.guest.v1.SymlinkRequest
+	45, // 61: drowse.guest.v1.Agent.Readlink:input_type -> drowse.guest.v1.ReadlinkRequest
+	47, // 62: drowse.guest.v1.Agent.Transfer:input_type -> drowse.guest.v1.TransferRequest
+	56, // 63: drowse.guest.v1.Agent.Shutdown:input_type -> drowse.guest.v1.ShutdownRequest
+	57, // 64: drowse.guest.v1.Agent.Secrets:input_type -> drowse.guest.v1.SecretsRequest
+	60, // 65: drowse.guest.v1.Agent.SetService:input_type -> drowse.guest.v1.SetServiceRequest
+	61, // 66: drowse.guest.v1.Agent.StopService:input_type -> drowse.guest.v1.StopServiceRequest
+	62, // 67: drowse.guest.v1.Agent.ListServices:input_type -> drowse.guest.v1.ListServicesRequest
+	66, // 68: drowse.guest.v1.Agent.ServiceLog:input_type -> drowse.guest.v1.ServiceLogRequest
+	30, // 69: drowse.guest.v1.Agent.Changes:input_type -> drowse.guest.v1.ChangesRequest
+	65, // 70: drowse.guest.v1.Agent.WaitService:input_type -> drowse.guest.v1.WaitServiceRequest
+	68, // 71: drowse.guest.v1.Agent.Drop:input_type -> drowse.guest.v1.DropRequest
+	72, // 72: drowse.guest.v1.Agent.Watch:input_type -> drowse.guest.v1.WatchRequest
+	2,  // 73: drowse.guest.v1.Agent.Ping:output_type -> drowse.guest.v1.PingResponse
+	11, // 74: drowse.guest.v1.Agent.Resume:output_type -> drowse.guest.v1.ResumeResponse
+	20, // 75: drowse.guest.v1.Agent.Handover:output_type -> drowse.guest.v1.HandoverResponse
+	4,  // 76: drowse.guest.v1.Agent.Stats:output_type -> drowse.guest.v1.StatsResponse
+	13, // 77: drowse.guest.v1.Agent.Hooks:output_type -> drowse.guest.v1.HooksResponse
+	16, // 78: drowse.guest.v1.Agent.Freeze:output_type -> drowse.guest.v1.FreezeResponse
+	18, // 79: drowse.guest.v1.Agent.Thaw:output_type -> drowse.guest.v1.ThawResponse
+	26, // 80: drowse.guest.v1.Agent.Exec:output_type -> drowse.guest.v1.ExecResponse
+	34, // 81: drowse.guest.v1.Agent.List:output_type -> drowse.guest.v1.ListResponse
+	0,  // 82: drowse.guest.v1.Agent.Kill:output_type -> drowse.guest.v1.Empty
+	37, // 83: drowse.guest.v1.Agent.Stat:output_type -> drowse.guest.v1.FileInfo
+	40, // 84: drowse.guest.v1.Agent.ReadDir:output_type -> drowse.guest.v1.ReadDirResponse
+	0,  // 85: drowse.guest.v1.Agent.Mkdir:output_type -> drowse.guest.v1.Empty
+	0,  // 86: drowse.guest.v1.Agent.Remove:output_type -> drowse.guest.v1.Empty
+	0,  // 87: drowse.guest.v1.Agent.Rename:output_type -> drowse.guest.v1.Empty
+	0,  // 88: drowse.guest.v1.Agent.Symlink:output_type -> drowse.guest.v1.Empty
+	46, // 89: drowse.guest.v1.Agent.Readlink:output_type -> drowse.guest.v1.ReadlinkResponse
+	54, // 90: drowse.guest.v1.Agent.Transfer:output_type -> drowse.guest.v1.TransferResponse
+	0,  // 91: drowse.guest.v1.Agent.Shutdown:output_type -> drowse.guest.v1.Empty
+	0,  // 92: drowse.guest.v1.Agent.Secrets:output_type -> drowse.guest.v1.Empty
+	64, // 93: drowse.guest.v1.Agent.SetService:output_type -> drowse.guest.v1.ServiceState
+	64, // 94: drowse.guest.v1.Agent.StopService:output_type -> drowse.guest.v1.ServiceState
+	63, // 95: drowse.guest.v1.Agent.ListServices:output_type -> drowse.guest.v1.ListServicesResponse
+	67, // 96: drowse.guest.v1.Agent.ServiceLog:output_type -> drowse.guest.v1.ServiceLogResponse
+	31, // 97: drowse.guest.v1.Agent.Changes:output_type -> drowse.guest.v1.DiskChanges
+	64, // 98: drowse.guest.v1.Agent.WaitService:output_type -> drowse.guest.v1.ServiceState
+	70, // 99: drowse.guest.v1.Agent.Drop:output_type -> drowse.guest.v1.DropResponse
+	74, // 100: drowse.guest.v1.Agent.Watch:output_type -> drowse.guest.v1.WatchResponse
+	73, // [73:101] is the sub-list for method output_type
+	45, // [45:73] is the sub-list for method input_type
+	45, // [45:45] is the sub-list for extension type_name
+	45, // [45:45] is the sub-list for extension extendee
+	0,  // [0:45] is the sub-list for field type_name
 }
 
 func init() { file_agent_proto_init() }
@@ -6176,13 +6269,13 @@ func file_agent_proto_init() {
 		(*TransferRequest_ResumePack)(nil),
 		(*TransferRequest_ResumeUnpack)(nil),
 	}
-	file_agent_proto_msgTypes[53].OneofWrappers = []any{
+	file_agent_proto_msgTypes[54].OneofWrappers = []any{
 		(*TransferResponse_Info)(nil),
 		(*TransferResponse_Data)(nil),
 		(*TransferResponse_Ack)(nil),
 		(*TransferResponse_Done)(nil),
 	}
-	file_agent_proto_msgTypes[71].OneofWrappers = []any{
+	file_agent_proto_msgTypes[72].OneofWrappers = []any{
 		(*WatchRequest_Start)(nil),
 		(*WatchRequest_Ack)(nil),
 	}
@@ -6192,7 +6285,7 @@ func file_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agent_proto_rawDesc), len(file_agent_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   75,
+			NumMessages:   78,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

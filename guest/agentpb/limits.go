@@ -29,6 +29,8 @@ const (
 
 	// MaxPath is Linux's PATH_MAX without its terminating zero byte.
 	MaxPath = 4095
+	// MaxAttributes bounds the extended attributes of a file that its description has, with their names, in bytes.
+	MaxAttributes = 8 << 10
 	// MaxID bounds the name of a process, in bytes.
 	MaxID = 64
 	// MaxHostname is the kernel's limit (__NEW_UTS_LEN), in bytes.

@@ -71,8 +71,11 @@ var rules = []rule{
 	// What clients of E2B know ends at the host. It shares the tokens of the API.
 	{"sandbox/e2b/e2bpb/...", nil},
 	{"sandbox/e2b/interpreter", nil},
+	{"sandbox/e2b/accounts", []string{"guest"}},
+	{"sandbox/e2b/series", nil},
+	{"sandbox/e2b/bodies", nil},
 	{"sandbox/e2b/e2btest", []string{"sandbox", "sandbox/api/tokens", "sandbox/e2b/...", "sandbox/pool", "sandbox/sandboxtest", "sandbox/spec", "sandbox/state", "sandbox/supervisor", "guest", "guest/agent", "guest/agentpb"}},
-	{"sandbox/e2b", []string{"sandbox", "sandbox/cluster/peer", "sandbox/api/identity", "sandbox/api/tokens", "sandbox/gateway", "sandbox/state", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest", "guest/audit"}},
+	{"sandbox/e2b", []string{"sandbox", "sandbox/e2b/accounts", "sandbox/e2b/bodies", "sandbox/e2b/series", "sandbox/cluster/peer", "sandbox/api/identity", "sandbox/api/tokens", "sandbox/gateway", "sandbox/state", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest", "guest/audit"}},
 	{"sandbox/lifetime", nil},
 	// Where secrets come from, which only the host knows.
 	{"sandbox/sources", []string{"sandbox/spec", "internal/osfile"}},

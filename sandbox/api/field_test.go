@@ -152,6 +152,9 @@ func TestErrors_name_the_field_whose_value_is_out_of_bounds(t *testing.T) {
 	vm := func(field string, value any) map[string]any {
 		return obj("spec", obj("name", "new", "image", "test", field, value))
 	}
+	netted := func(rule map[string]any) map[string]any {
+		return obj("spec", obj("name", "new", "image", "test", "network", "tap", "policy", obj("rules", []any{rule})))
+	}
 	meta := func(field string, value any) map[string]any {
 		return obj("spec", obj("name", "new", "image", "test"), "metadata", obj(field, value))
 	}
@@ -168,6 +171,9 @@ func TestErrors_name_the_field_whose_value_is_out_of_bounds(t *testing.T) {
 		{create, vm("hooks", obj("policy", "never")), "spec.hooks.policy"}, {create, vm("hooks", obj("all_seconds", 999)), "spec.hooks.all_seconds"},
 		{create, vm("self", obj("allow", []string{"fly"})), "spec.self"}, {create, vm("volumes", []any{obj("name", "v", "path", "etc")}), "spec.volumes"},
 		{create, vm("shares", []any{obj("source", "/", "path", "/x")}), "spec.shares"}, {create, vm("services", []any{obj("name", "x")}), "spec.services.argv"},
+		{create, netted(obj("direction", "out")), "spec.policy.rules[0].direction"}, {create, netted(obj("direction", "egress", "port", 1)), "spec.policy.rules[0].port"},
+		{"PUT " + web + "/policy", obj("rules", []any{obj("direction", "egress"), obj("direction", "egress", "verdict", "allow", "cidrs", []string{"10.0.0.1/8"})}), "rules[1].cidrs[0]"},
+		{"PUT " + web + "/policy", obj("rule", 1), "rule"},
 		{create, meta("class", "eternal"), "metadata.class"}, {create, meta("owner", "a\nb"), "metadata.owner"}, {create, meta("tags", []string{"a b"}), "metadata.tags"},
 		{create, meta("keep", obj("last", -1)), "metadata.keep"}, {create, meta("wake", obj("every_seconds", -1)), "metadata.wake"},
 		{create, meta("persist", obj("drop", []string{"x"})), "metadata.persist"}, {create, meta("expires", "2020-01-01T00:00:00Z"), "metadata.expires"},

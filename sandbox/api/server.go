@@ -491,8 +491,9 @@ func readBody(r *http.Request, rt route) (any, error) {
 	d := json.NewDecoder(strings.NewReader(string(data)))
 	d.DisallowUnknownFields()
 	if err := d.Decode(into); err != nil {
+		inner := spec.FieldOf(err)
 		err = fmt.Errorf("%w: reading the body: %s", sandbox.ErrSpec, strings.TrimPrefix(err.Error(), "json: "))
-		if field := culprit(data, rt.body); field != "" {
+		if field := within(culprit(data, rt.body), inner); field != "" {
 			err = spec.InField(field, err)
 		}
 		return nil, err
@@ -503,8 +504,20 @@ func readBody(r *http.Request, rt route) (any, error) {
 	return into, nil
 }
 
-// culprit returns the field that prevents a body from being read, by reading each alone; "" if it is none.
-func culprit(data []byte, into func() any) string {
+// within returns the place of a field in a value that reads itself, of whose path the last elements may be known.
+func within(path []string, inner string) string {
+	if inner != "" {
+		first := inner[:strings.IndexAny(inner+".", ".[")]
+		if i := slices.Index(path, first); i >= 0 {
+			path = path[:i]
+		}
+		path = append(path, inner)
+	}
+	return strings.Join(path, ".")
+}
+
+// culprit returns the path of the field that prevents a body from being read, by reading each alone; nil if it is none.
+func culprit(data []byte, into func() any) []string {
 	const deepest, longest, most = 8, 64, 256 // no description has such levels, names and numbers of fields
 	var path []string
 	before, after := "", ""
@@ -528,7 +541,7 @@ func culprit(data []byte, into func() any) string {
 		path, data = append(path, names[i]), fields[names[i]]
 		before, after = fmt.Sprintf("%s{%q:", before, names[i]), "}"+after
 	}
-	return strings.Join(path, ".")
+	return path
 }
 
 func (s *Server) write(w http.ResponseWriter, r *http.Request, status int, doc any) {

@@ -29,6 +29,8 @@ var ErrCanceled = errors.New("it was called off")
 type ErrorReport struct {
 	Code    string `json:"code"`
 	Message string `json:"message"`
+	// Field is the one that has caused it: see spec.FieldOf.
+	Field string `json:"field,omitempty"`
 	// Hooks are the hooks in the guest that refused, with code "hooks".
 	Hooks []guest.HookFailure `json:"hooks,omitempty"`
 	// HostHooks are the hooks on the host that refused, with code "host-hooks".
@@ -118,9 +120,10 @@ func Sentinels() map[string]error {
 
 // ReportError returns the report of an error.
 func ReportError(err error) *ErrorReport {
+	field := spec.FieldOf(err)
 	for _, c := range codes {
 		if errors.Is(err, c.Err) {
-			r := &ErrorReport{Code: c.Code, Message: err.Error()}
+			r := &ErrorReport{Code: c.Code, Message: err.Error(), Field: field}
 			var h *spec.HooksError
 			if errors.As(err, &h) {
 				r.Hooks = h.Failures
@@ -132,11 +135,14 @@ func ReportError(err error) *ErrorReport {
 			return r
 		}
 	}
-	return &ErrorReport{Code: "error", Message: err.Error()}
+	return &ErrorReport{Code: "error", Message: err.Error(), Field: field}
 }
 
 // Error makes the report an error again, which wraps the original one.
 func (e *ErrorReport) Error() string { return e.Message }
+
+// FieldName returns Field: see spec.FieldOf.
+func (e *ErrorReport) FieldName() string { return e.Field }
 
 // ErrorCode returns the code of an error that a caller may want to tell apart; empty for other errors.
 func ErrorCode(err error) string {

@@ -90,8 +90,8 @@ func (b *createBody) check() error {
 	switch {
 	case b.TemplateID == "":
 		return fail(http.StatusBadRequest, "templateID is missing")
-	case b.AutoPauseMemory != nil && !*b.AutoPauseMemory:
-		return refused("autoPauseMemory false", "a pause at the end of a sandbox's time keeps its memory")
+	case b.AutoPauseMemory != nil && !*b.AutoPauseMemory && (resume || !b.AutoPause):
+		return refused("autoPauseMemory false", "it goes with autoPause, and not with autoResume")
 	case resume && !b.AutoPause:
 		return refused("autoResume", "it goes with autoPause")
 	}

@@ -148,7 +148,7 @@ func mayAct(key tokens.Token) bool {
 // keyOf returns the key of a request to the control plane.
 func keyOf(ctx context.Context) tokens.Token { return ctx.Value(keyToken).(tokens.Token) }
 
-// key returns the key of a request.
+// key returns the key of a request, or whom the certificate of its client vouches for. A key beside one decides alone.
 func (s *Server) key(r *http.Request) (tokens.Token, error) {
 	if is := peer.From(r.Context()); is != nil {
 		return s.passedKey(r, is)
@@ -159,15 +159,26 @@ func (s *Server) key(r *http.Request) (tokens.Token, error) {
 			shown = append(shown, t)
 		}
 	}
-	if len(shown) == 0 {
-		return tokens.Token{}, fail(http.StatusUnauthorized, "a key is missing: send it as X-API-KEY")
-	}
-	for _, other := range shown[1:] {
-		if other != shown[0] {
-			return tokens.Token{}, fail(http.StatusUnauthorized, "the request has two keys")
+	var id identity.Identity
+	var wait time.Duration
+	var err error
+	switch {
+	case len(shown) == 0 && len(r.Header.Values("Authorization")) == 0 && r.TLS != nil && len(r.TLS.PeerCertificates) > 0:
+		// A browser shows its user's certificate for any page that asks.
+		if r.Header.Get("Origin") != "" || r.Header.Get("Sec-Fetch-Site") != "" {
+			return tokens.Token{}, fail(http.StatusForbidden, "a page needs a key: send it as X-API-KEY")
 		}
+		id, wait, err = s.o.Identities.AdmitCertificate(r.TLS)
+	case len(shown) == 0:
+		return tokens.Token{}, fail(http.StatusUnauthorized, "a key is missing: send it as X-API-KEY")
+	default:
+		for _, other := range shown[1:] {
+			if other != shown[0] {
+				return tokens.Token{}, fail(http.StatusUnauthorized, "the request has two keys")
+			}
+		}
+		id, wait, err = s.o.Identities.Admit(r.Context(), s.o.Tokens, shown[0])
 	}
-	id, wait, err := s.o.Identities.Admit(r.Context(), s.o.Tokens, shown[0])
 	switch {
 	case errors.Is(err, tokens.ErrExpired), errors.Is(err, tokens.ErrUnknown):
 		return id.Token, fail(http.StatusUnauthorized, "the key is not valid: %v", err)
@@ -290,7 +301,7 @@ func (s *Server) created(otherwise int64) handler {
 		}
 		e := &spec.E2B{
 			Template: body.TemplateID, Metadata: body.Metadata, EnvVars: body.EnvVars, Timeout: int64(timeout / time.Second),
-			Pause: body.AutoPause, Resume: body.AutoResume != nil && body.AutoResume.Enabled,
+			Pause: body.AutoPause, DiskOnly: body.AutoPauseMemory != nil && !*body.AutoPauseMemory, Resume: body.AutoResume != nil && body.AutoResume.Enabled,
 		}
 		n := body.Network
 		if n == nil {
@@ -317,6 +328,7 @@ func (s *Server) created(otherwise int64) handler {
 		if _, err := s.extend(r.Context(), id, timeout); err != nil {
 			return 0, nil, err
 		}
+		s.introduceAll(r.Context(), []string{id})
 		out, err := s.body(id)
 		s.log.Info("created", "sandbox", id, "template", e.Template)
 		return http.StatusCreated, out, err
@@ -404,6 +416,8 @@ func (s *Server) resume(ctx context.Context, b *box, timeout time.Duration, rebo
 		_, err = b.Start(ctx, sandbox.StartOptions{DiscardMemory: reboot})
 		if errors.Is(err, sandbox.ErrRunning) {
 			err = nil // another request was first
+		} else if err == nil {
+			s.introduce(ctx, b)
 		}
 	} else {
 		_, err = b.BringUp(ctx)
@@ -430,6 +444,9 @@ func (s *Server) connect(w http.ResponseWriter, r *http.Request, b *box) (int, a
 	}
 	timeout, err := seconds(body.Timeout, defaultTimeout)
 	if err != nil {
+		return 0, nil, err
+	}
+	if b, err = s.ended(r.Context(), b); err != nil {
 		return 0, nil, err
 	}
 	status := http.StatusOK
@@ -548,6 +565,11 @@ func (s *Server) fork(w http.ResponseWriter, r *http.Request, b *box) (int, any,
 		if err != nil && first {
 			return 0, nil, err
 		}
+		var made []string
+		for _, c := range children {
+			made = append(made, c.Name)
+		}
+		s.introduceAll(r.Context(), made)
 		for _, c := range children {
 			f := forked{}
 			if err == nil {
@@ -580,7 +602,7 @@ func (s *Server) timeout(w http.ResponseWriter, r *http.Request, b *box) (int, a
 	if err != nil {
 		return 0, nil, err
 	}
-	if b.paused() {
+	if b.paused() || b.ending(time.Now()) {
 		return 0, nil, fail(http.StatusNotFound, "sandbox %s is paused", b.Name())
 	}
 	_, err = s.host.State.SetMetadata(r.Context(), b.Name(), func(l *spec.Metadata, unreadable error) error {
@@ -612,7 +634,7 @@ func (s *Server) refresh(w http.ResponseWriter, r *http.Request, b *box) (int, a
 	if timeout > maxRefresh*time.Second {
 		return 0, nil, fail(http.StatusBadRequest, "duration: use at most %d s", maxRefresh)
 	}
-	if b.paused() {
+	if b.paused() || b.ending(time.Now()) {
 		return 0, nil, fail(http.StatusNotFound, "sandbox %s is paused", b.Name())
 	}
 	_, err = s.extend(r.Context(), b.Name(), timeout)
@@ -675,7 +697,7 @@ func (b *box) listed() listed {
 		CPUCount: b.record.Spec.VCPUs, MemoryMB: b.record.Spec.MemoryMiB, DiskSizeMB: b.record.Spec.DiskMiB,
 		State: stateRunning, EnvdVersion: EnvdVersion, Metadata: b.meta.E2B.Metadata,
 	}
-	if b.paused() {
+	if b.paused() || b.ending(time.Now()) {
 		l.State = statePaused
 	}
 	if b.paused() || l.EndAt.IsZero() {

@@ -7,7 +7,6 @@ import (
 	"strings"
 	"testing"
 	"time"
-	"unicode/utf8"
 
 	"go.uber.org/goleak"
 
@@ -127,30 +126,6 @@ func TestEnd_of_a_process_is_told_in_the_words_of_the_clients(t *testing.T) {
 		if got := fmt.Sprint(end.ExitCode, " ", end.Exited, " ", end.Status, " ", text); got != want {
 			t.Errorf("%+v: %s, want %s", st, got, want)
 		}
-	}
-}
-
-func TestEncoding_is_accepted_as_RFC_9110_says(t *testing.T) {
-	for header, want := range map[string][2]bool{ // gzip, identity
-		"":                         {false, true},
-		"gzip":                     {true, true},
-		"GZIP;q=0.5":               {true, true},
-		"gzip;q=0":                 {false, true},
-		"*":                        {true, true},
-		"*;q=0":                    {false, false},
-		"gzip, identity;q=0":       {true, false},
-		"br, deflate":              {false, true},
-		"br;q=1, *;q=0, identity":  {false, true},
-		"identity;q=0, *;q=0, br":  {false, false},
-		"gzip;q=x":                 {true, true},
-		strings.Repeat("gzip,", 9): {true, true},
-	} {
-		if got := [2]bool{accepts([]string{header}, "gzip"), accepts([]string{header}, "identity")}; header != "" && got != want {
-			t.Errorf("%q: %v", header, got)
-		}
-	}
-	if accepts(nil, "gzip") || !accepts(nil, "identity") {
-		t.Error("without a header")
 	}
 }
 
@@ -302,29 +277,27 @@ func FuzzRoute(f *testing.F) {
 	})
 }
 
-func FuzzPath(f *testing.F) {
-	for _, s := range []string{"", "~", "~/a", "a/../../b", "/etc/../x", "~user", "a\x00b", "//", "."} {
-		f.Add(s)
+func TestMetadata_of_an_upload_is_refused_beyond_its_bounds(t *testing.T) {
+	for name, tt := range map[string]struct {
+		header http.Header
+		want   string // of the attributes, or of the error
+	}{
+		"none":            {http.Header{"X-Other": {"a"}}, "map[]"},
+		"case is lost":    {http.Header{"X-Metadata-Author-Name": {"A b"}}, "map[user.e2b.author-name:A b]"},
+		"no key":          {http.Header{"X-Metadata-": {"a"}}, "0 bytes"},
+		"a long key":      {http.Header{"X-Metadata-" + strings.Repeat("K", maxMetadataKey+1): {"a"}}, "247 bytes"},
+		"the longest key": {http.Header{"X-Metadata-" + strings.Repeat("K", maxMetadataKey): {""}}, "map[user.e2b." + strings.Repeat("k", 246) + ":]"},
+		"two values":      {http.Header{"X-Metadata-A": {"a", "b"}}, "two values"},
+		"not ASCII":       {http.Header{"X-Metadata-A": {"\xc3\xa4"}}, "printable"},
+		"too much":        {http.Header{"X-Metadata-A": {strings.Repeat("x", 2048)}, "X-Metadata-B": {strings.Repeat("x", 2048)}}, "4096"},
+	} {
+		a, err := metadataOf(tt.header)
+		got := fmt.Sprint(err)
+		if err == nil {
+			got = fmt.Sprintf("%s", a.Values)
+		}
+		if !strings.Contains(got, tt.want) {
+			t.Errorf("%s: %s, want %s", name, got, tt.want)
+		}
 	}
-	u := account{"user", 1000, 1000, "/home/user"}
-	f.Fuzz(func(t *testing.T, name string) {
-		if got, err := u.path(name); err == nil && (!strings.HasPrefix(got, "/") || strings.Contains(got+"/", "/../") || strings.ContainsRune(got, 0)) {
-			t.Fatalf("%q is %q", name, got)
-		}
-	})
-}
-
-func FuzzAccounts(f *testing.F) {
-	f.Add([]byte("root:x:0:0::/root:/bin/sh\nuser:x:1000:1000::home:/bin/sh\n"))
-	f.Add([]byte(":::::\nx:1:99999999999:1::/:\n\xff:x:1:1::/a/../b:"))
-	f.Fuzz(func(t *testing.T, data []byte) {
-		a := newAccounts()
-		a.addUsers(text(string(data)))
-		a.addGroups(text(string(data)))
-		for name, u := range a.byName {
-			if name == "" || !utf8.ValidString(name) || !strings.HasPrefix(u.home, "/") {
-				t.Fatal(u)
-			}
-		}
-	})
 }

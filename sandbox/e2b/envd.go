@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
+	"github.com/drowse-vm/drowse/sandbox/e2b/bodies"
 	"github.com/drowse-vm/drowse/sandbox/e2b/e2bpb/filesystem"
 	"github.com/drowse-vm/drowse/sandbox/e2b/e2bpb/process"
 	"github.com/drowse-vm/drowse/sandbox/gateway"
@@ -89,7 +90,7 @@ func (s *Server) serveSandbox(w http.ResponseWriter, r *http.Request, to gateway
 	if !ok {
 		unread(w, r)
 		w.Header().Set("Retry-After", "1")
-		envdError(w, http.StatusTooManyRequests, connect.CodeResourceExhausted, "too many requests to the sandbox are under way")
+		envdError(w, r, http.StatusTooManyRequests, connect.CodeResourceExhausted, "too many requests to the sandbox are under way")
 		return
 	}
 	defer leave()
@@ -148,7 +149,7 @@ func (s *Server) serveEnvd(w http.ResponseWriter, r *http.Request, id string) {
 	if err != nil {
 		unread(w, r)
 		s.report("token", id, err)
-		envdError(w, http.StatusInternalServerError, connect.CodeInternal, "the host has failed")
+		envdError(w, r, http.StatusInternalServerError, connect.CodeInternal, "the host has failed")
 		return
 	}
 	shown := r.Header.Values(headerEnvd)
@@ -160,7 +161,11 @@ func (s *Server) serveEnvd(w http.ResponseWriter, r *http.Request, id string) {
 	}
 	if !ok {
 		unread(w, r)
-		envdError(w, http.StatusUnauthorized, connect.CodeUnauthenticated, "the access token or the signature is missing or wrong")
+		message := "the access token or the signature is missing or wrong"
+		if expired(r, time.Now()) {
+			message = "signature is already expired"
+		}
+		envdError(w, r, http.StatusUnauthorized, connect.CodeUnauthenticated, message)
 		return
 	}
 	if b.running() != nil {
@@ -194,7 +199,7 @@ func (s *Server) serveEnvd(w http.ResponseWriter, r *http.Request, id string) {
 		r.Body = struct {
 			io.Reader
 			io.Closer
-		}{movingReader{r.Body, stalling{http.NewResponseController(w)}}, r.Body}
+		}{bodies.Reader{Reader: r.Body, S: bodies.Stalling{ResponseController: http.NewResponseController(w)}}, r.Body}
 	}
 	s.envd.ServeHTTP(w, r.WithContext(context.WithValue(ctx, keyUser, user)))
 }
@@ -219,13 +224,27 @@ func basicUser(header string) (string, bool) {
 	return name, true
 }
 
-// envdError answers a plain request of the protocol with an error.
-func envdError(w http.ResponseWriter, status int, code connect.Code, message string) {
-	writeJSON(w, status, map[string]any{"code": code.String(), "message": message})
+// envdError answers with an error before a call begins: Connect's words, or for a plain request its status.
+func envdError(w http.ResponseWriter, r *http.Request, status int, code connect.Code, message string) {
+	var is any = status
+	if strings.HasPrefix(r.URL.Path, "/"+process.ProcessName+"/") || strings.HasPrefix(r.URL.Path, "/"+filesystem.FilesystemName+"/") {
+		is = code.String()
+	}
+	writeJSON(w, status, map[string]any{"code": is, "message": message})
 }
 
 // agent connects to the agent of the sandbox of a request.
 func (s *Server) agent(ctx context.Context) (*guest.Client, error) { return boxOf(ctx).Agent(ctx) }
+
+// gone reports whether an error says that the sandbox does not run.
+func gone(err error) bool {
+	for _, target := range []error{sandbox.ErrNotRunning, guest.ErrConnectionLost, guest.ErrUnavailable, spec.ErrExpired, sandbox.ErrNotFound} {
+		if errors.Is(err, target) {
+			return true
+		}
+	}
+	return false
+}
 
 // asConnect gives an error the code of the protocol. The texts of guests' agents pass: they are made printable.
 func (s *Server) asConnect(ctx context.Context, what string, err error) error {
@@ -240,7 +259,7 @@ func (s *Server) asConnect(ctx context.Context, what string, err error) error {
 		code, err = connect.CodeDeadlineExceeded, errors.New("the deadline has passed")
 	case is(context.Canceled):
 		code, err = connect.CodeCanceled, errors.New("the request was canceled")
-	case is(sandbox.ErrNotRunning), is(guest.ErrConnectionLost), is(guest.ErrUnavailable), is(spec.ErrExpired), is(sandbox.ErrNotFound):
+	case gone(err):
 		code, err = connect.CodeUnavailable, errors.New("the sandbox was paused or removed")
 	case is(fs.ErrNotExist), is(guest.ErrNotFound):
 		code = connect.CodeNotFound

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/e2b/accounts"
 	"github.com/drowse-vm/drowse/sandbox/e2b/e2bpb/filesystem"
 )
 
@@ -22,8 +23,8 @@ type files struct{ *Server }
 // session is a connection to the agent for one request for files.
 type session struct {
 	*guest.Client
-	accounts accounts
-	user     account
+	accounts accounts.Accounts
+	user     accounts.Account
 }
 
 func (s *Server) session(ctx context.Context) (*session, error) {
@@ -32,8 +33,8 @@ func (s *Server) session(ctx context.Context) (*session, error) {
 		return nil, err
 	}
 	out := &session{Client: c}
-	if out.accounts, err = readAccounts(ctx, c); err == nil {
-		out.user, err = out.accounts.find(ctx)
+	if out.accounts, err = accounts.Read(ctx, c); err == nil {
+		out.user, err = findUser(ctx, out.accounts)
 	}
 	if err != nil {
 		c.Close()
@@ -48,7 +49,7 @@ func (f files) at(ctx context.Context, means string) (*session, string, error) {
 	if err != nil {
 		return nil, "", err
 	}
-	name, err := c.user.path(means)
+	name, err := pathOf(c.user, means)
 	if err != nil {
 		c.Close()
 		return nil, "", err
@@ -72,7 +73,8 @@ func (c *session) entry(ctx context.Context, name string) (*filesystem.EntryInfo
 func (c *session) entryOf(ctx context.Context, name string, fi guest.FileInfo) *filesystem.EntryInfo {
 	e := &filesystem.EntryInfo{
 		Name: text(path.Base(name)), Path: text(name), Size: fi.Size, Mode: uint32(fi.Mode.Perm()), Permissions: fi.Mode.String(), Type: typeOf(fi.Mode),
-		Owner: c.accounts.user(fi.UID), Group: c.accounts.group(fi.GID), ModifiedTime: timestamppb.New(fi.ModTime),
+		Owner: c.accounts.User(fi.UID), Group: c.accounts.Group(fi.GID), ModifiedTime: timestamppb.New(fi.ModTime),
+		Metadata: metadata(fi),
 	}
 	if fi.Mode&fs.ModeSymlink == 0 {
 		return e
@@ -136,7 +138,7 @@ func (f files) MakeDir(ctx context.Context, m *filesystem.MakeDirRequest) (*file
 		}
 		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("%q is there, and not a directory", name))
 	}
-	if err := c.MkdirFor(ctx, name, *c.user.owner()); err != nil {
+	if err := c.MkdirFor(ctx, name, *c.user.Owner()); err != nil {
 		return nil, notDirectory(err)
 	}
 	e, err := c.entry(ctx, name)
@@ -158,14 +160,14 @@ func (f files) Move(ctx context.Context, m *filesystem.MoveRequest) (*filesystem
 		return nil, err
 	}
 	defer c.Close()
-	to, err := c.user.path(m.GetDestination())
+	to, err := pathOf(c.user, m.GetDestination())
 	if err != nil {
 		return nil, err
 	}
 	if _, err := c.Lstat(ctx, from); err != nil {
 		return nil, err
 	}
-	if err := c.MkdirFor(ctx, path.Dir(to), *c.user.owner()); err != nil {
+	if err := c.MkdirFor(ctx, path.Dir(to), *c.user.Owner()); err != nil {
 		return nil, notDirectory(err)
 	}
 	if err := c.Rename(ctx, from, to); err != nil {

@@ -99,11 +99,39 @@ func TestGuest_is_used_paused_resumed_and_forked_through_the_wire(t *testing.T) 
 	}
 	data := bytes.Repeat([]byte("0123456789abcdef"), 1<<14)
 	ask(http.StatusOK, "POST", "/files?path=/tmp/deep/data", string(data), &m, nil)
+	attached, err := http.NewRequestWithContext(t.Context(), "POST", server.URL+"/files?path=/root/attached", strings.NewReader("x"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	headers(attached.Header, m.SandboxID, m.EnvdAccessToken)
+	attached.Header.Set("Content-Type", "application/octet-stream")
+	attached.Header.Set("X-Metadata-Who", "me")
+	resp, err := http.DefaultClient.Do(attached)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if text, err := io.ReadAll(resp.Body); err != nil || !strings.Contains(string(text), `"metadata":{"who":"me"}`) {
+		t.Errorf("%d %s %v", resp.StatusCode, text, err)
+	}
+	if out, _ := run(m, "cat /run/e2b/.E2B_SANDBOX_ID /run/e2b/envs.json"); out != m.SandboxID+`{"A":"b"}` {
+		t.Errorf("it is introduced as %q", out)
+	}
+	var samples []struct{ MemTotal, DiskTotal uint64 }
+	ask(http.StatusOK, "GET", "/sandboxes/"+m.SandboxID+"/metrics", "", nil, &samples)
+	if len(samples) == 0 || samples[0].MemTotal == 0 || samples[0].DiskTotal == 0 {
+		t.Error(samples)
+	}
 	waiting, pid := start(m, "read x; echo got $x", true)
 	ask(http.StatusNoContent, "POST", "/sandboxes/"+m.SandboxID+"/pause", "", nil, nil)
 	for waiting.Receive() { // the pause cuts it
 	}
 	waiting.Close()
+	asleep := samples[:0:0]
+	ask(http.StatusOK, "GET", "/sandboxes/"+m.SandboxID+"/metrics", "", nil, &asleep)
+	if len(asleep) < len(samples) {
+		t.Errorf("%d samples asleep, %d before", len(asleep), len(samples))
+	}
 	ask(http.StatusBadGateway, "GET", "/health", "", &m, nil)
 	ask(http.StatusCreated, "POST", "/v2/sandboxes/"+m.SandboxID+"/connect", `{"timeout":3600}`, nil, &again)
 	if again != m {
@@ -139,6 +167,9 @@ func TestGuest_is_used_paused_resumed_and_forked_through_the_wire(t *testing.T) 
 	child := forks[0].Sandbox
 	if out, _ := run(child, "echo child > /tmp/own; stat -c %s /tmp/deep/data; echo $E2B_SANDBOX_ID"); out != "262144\n"+child.SandboxID+"\n" {
 		t.Errorf("%q", out)
+	}
+	if out, _ := run(child, "cat /run/e2b/.E2B_SANDBOX_ID"); out != child.SandboxID {
+		t.Errorf("the child is introduced as %q", out)
 	}
 	ask(http.StatusNotFound, "GET", "/files?path=/tmp/own", "", &m, nil)
 	ask(http.StatusUnauthorized, "GET", "/files?path=/tmp/own", "", &made{child.SandboxID, m.EnvdAccessToken}, nil)

@@ -3,51 +3,82 @@ package e2b
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net/http"
 	"strconv"
 	"strings"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/e2b/series"
 	"github.com/drowse-vm/drowse/sandbox/spec"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// metric is what a sandbox uses, as its guest counts it. Sizes are in bytes.
-type metric struct {
-	Timestamp time.Time `json:"timestamp"`
-	Unix      int64     `json:"timestampUnix"`
-	CPUs      int       `json:"cpuCount"`
-	CPU       float64   `json:"cpuUsedPct"`
-	MemUsed   uint64    `json:"memUsed"`
-	MemTotal  uint64    `json:"memTotal"`
-	MemCache  uint64    `json:"memCache"`
-	DiskUsed  uint64    `json:"diskUsed"`
-	DiskTotal uint64    `json:"diskTotal"`
+// Sampling. All running sandboxes are measured again and again, whoever asks.
+const (
+	sampleShare  = 20 // times as long as a round takes is at least between two
+	sampleAtOnce = 8
+	sampleTime   = 2 * time.Second  // for one guest
+	measureTime  = 30 * time.Second // for one that somebody asks for
+)
+
+// sample measures the running sandboxes until the server ends. It wakes none.
+func (s *Server) sample() {
+	for took := time.Duration(0); ; {
+		select {
+		case <-s.life.Done():
+			return
+		case <-time.After(max(series.Every, sampleShare*took)):
+		}
+		begun := time.Now()
+		s.sampleAll()
+		took = time.Since(begun)
+	}
 }
 
-// cpuSample is the processor time of a guest at a moment, in milliseconds of all its CPUs.
-type cpuSample struct {
-	at         time.Time
-	busy, idle float64
+func (s *Server) sampleAll() {
+	all, _ := s.host.State.List() // what cannot be read is reported elsewhere
+	there := map[string]bool{}
+	var group errgroup.Group
+	group.SetLimit(sampleAtOnce)
+	for _, r := range all {
+		there[r.ID] = true
+		if r.Phase != state.Running {
+			continue
+		}
+		group.Go(func() error {
+			if b, err := s.find(r.Spec.Name); err == nil && b.running() == nil && b.record.ID == r.ID {
+				ctx, cancel := context.WithTimeout(s.life, sampleTime)
+				defer cancel()
+				_, _ = s.measure(ctx, b) // a guest that does not answer has a gap
+			}
+			return nil
+		})
+	}
+	_ = group.Wait() // there is none
+	s.history.Retain(there)
 }
 
-// maxSamples bounds the guests whose last sample is remembered.
-const maxSamples = 4096
-
-// measure measures a running sandbox. The use of processors is that since the last measurement, or since the boot.
-func (s *Server) measure(ctx context.Context, b *box) (*metric, error) {
-	st, err := b.Stats(ctx)
+// measure measures a running sandbox, and does not wake one that sleeps. The use of processors is that since the last
+// measurement, or since the boot.
+func (s *Server) measure(ctx context.Context, b *box) (series.Sample, error) {
+	ctx, cancel := context.WithTimeout(ctx, measureTime)
+	defer cancel()
+	c, err := guest.Dial(ctx, guest.UnixDialer(s.host.State.VsockPath(b.Name())))
 	if err != nil {
-		return nil, err
+		return series.Sample{}, err
 	}
-	if st.Guest == nil {
-		return nil, fmt.Errorf("%w: %s", guest.ErrUnavailable, st.Problem)
+	defer c.Close()
+	g, err := c.Stats(ctx)
+	if err != nil {
+		return series.Sample{}, err
 	}
-	g := st.Guest
-	m := &metric{Timestamp: st.Time, Unix: st.Time.Unix(), CPUs: g.CPUs, MemTotal: g.Memory.Total, MemCache: g.Memory.Cached + g.Memory.Buffers}
+	now := time.Now().UTC()
+	m := series.Sample{Timestamp: now, Unix: now.Unix(), CPUs: g.CPUs, MemTotal: g.Memory.Total, MemCache: g.Memory.Cached + g.Memory.Buffers}
 	if g.Memory.Total > g.Memory.Available {
 		m.MemUsed = g.Memory.Total - g.Memory.Available
 	}
@@ -59,41 +90,27 @@ func (s *Server) measure(ctx context.Context, b *box) (*metric, error) {
 			}
 		}
 	}
-	now := cpuSample{st.Time, g.CPU.User + g.CPU.System + g.CPU.IRQ + g.CPU.Steal, g.CPU.Idle + g.CPU.IOWait}
-	s.mu.Lock()
-	last := s.usage[b.record.ID]
-	if len(s.usage) >= maxSamples {
-		clear(s.usage)
-	}
-	s.usage[b.record.ID] = now
-	s.mu.Unlock()
-	busy, idle := now.busy-last.busy, now.idle-last.idle
-	if busy < 0 || idle < 0 { // it has booted since
-		busy, idle = now.busy, now.idle
-	}
-	if all := busy + idle; all > 0 {
-		m.CPU = float64(int(busy/all*100*100*float64(max(g.CPUs, 1)))) / 100
-	}
-	return m, nil
+	used := series.CPU{Busy: g.CPU.User + g.CPU.System + g.CPU.IRQ + g.CPU.Steal, Idle: g.CPU.Idle + g.CPU.IOWait}
+	return s.history.Add(b.record.ID, m, used), nil
 }
 
 func (s *Server) metricsOf(_ http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
-	out := []*metric{}
-	for _, k := range []string{"start", "end"} {
+	now := time.Now()
+	start, end := time.Time{}, now.Add(time.Minute)
+	for k, at := range map[string]*time.Time{"start": &start, "end": &end} {
 		text := r.URL.Query().Get(k)
 		if text == "" {
 			continue
 		}
-		at, err := strconv.ParseInt(text, 10, 64)
+		n, err := strconv.ParseInt(text, 10, 64)
 		if err != nil {
 			return 0, nil, fail(http.StatusBadRequest, "%s: use seconds since 1970", k)
 		}
-		now := time.Now().Unix()
-		if k == "start" && now < at || k == "end" && now > at+1 {
-			return http.StatusOK, out, nil // what was is not kept
-		}
+		*at = time.Unix(n, 0)
 	}
-	if b.paused() {
+	end = end.Add(time.Second - 1) // all of its second
+	out := s.history.Between(b.record.ID, start, end)
+	if b.paused() || start.After(now) || end.Before(now) || len(out) > 0 && now.Sub(out[len(out)-1].Timestamp) < series.Every {
 		return http.StatusOK, out, nil
 	}
 	m, err := s.measure(r.Context(), b)
@@ -108,20 +125,24 @@ func (s *Server) metricsOfAll(_ http.ResponseWriter, r *http.Request) (int, any,
 	if len(ids) > maxPage {
 		return 0, nil, fail(http.StatusBadRequest, "sandbox_ids: use at most %d", maxPage)
 	}
-	out := map[string]*metric{}
+	out := map[string]series.Sample{}
 	for _, id := range ids {
 		b, err := s.findOf(r.Context(), id)
-		if err == nil && !b.paused() {
-			if m, err := s.measure(r.Context(), b); err == nil {
-				out[id] = m
-			}
+		if err != nil || b.paused() {
+			continue
+		}
+		now := time.Now()
+		if all := s.history.Between(b.record.ID, now.Add(-series.Every), now); len(all) > 0 {
+			out[id] = all[len(all)-1]
+		} else if m, err := s.measure(r.Context(), b); err == nil {
+			out[id] = m
 		}
 	}
 	return http.StatusOK, map[string]any{"sandboxes": out}, nil
 }
 
 // envdMetrics is the same as the protocol in a sandbox has it.
-func envdMetrics(m *metric) any {
+func envdMetrics(m series.Sample) any {
 	return map[string]any{
 		"ts": m.Unix, "cpu_count": m.CPUs, "cpu_used_pct": m.CPU, "mem_total": m.MemTotal, "mem_used": m.MemUsed, "mem_cache": m.MemCache,
 		"disk_used": m.DiskUsed, "disk_total": m.DiskTotal,

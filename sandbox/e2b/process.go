@@ -17,6 +17,7 @@ import (
 	"connectrpc.com/connect"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/e2b/accounts"
 	"github.com/drowse-vm/drowse/sandbox/e2b/e2bpb/process"
 )
 
@@ -128,15 +129,15 @@ func (p processes) command(ctx context.Context, c *guest.Client, m *process.Star
 		return guest.Cmd{}, connect.NewError(connect.CodeInvalidArgument, errors.New("the request has no command"))
 	}
 	b := boxOf(ctx)
-	a, err := readAccounts(ctx, c)
+	a, err := accounts.Read(ctx, c)
 	if err != nil {
 		return guest.Cmd{}, err
 	}
-	u, err := a.find(ctx)
+	u, err := findUser(ctx, a)
 	if err != nil {
 		return guest.Cmd{}, err
 	}
-	dir, err := u.path(config.GetCwd())
+	dir, err := pathOf(u, config.GetCwd())
 	if err != nil {
 		return guest.Cmd{}, err
 	}
@@ -156,7 +157,7 @@ func (p processes) command(ctx context.Context, c *guest.Client, m *process.Star
 			env = append(env, k+"="+vars[k])
 		}
 	}
-	cmd := guest.Cmd{Argv: append([]string{config.GetCmd()}, config.GetArgs()...), Env: env, Dir: dir, User: u.name, Detach: true, OutputLimit: keptOutput}
+	cmd := guest.Cmd{Argv: append([]string{config.GetCmd()}, config.GetArgs()...), Env: env, Dir: dir, User: u.Name, Detach: true, OutputLimit: keptOutput}
 	if cmd.ID, err = processID(m.Tag); err != nil {
 		return cmd, err
 	}
@@ -305,7 +306,7 @@ func (p processes) follow(ctx context.Context, h *hub, f *sub, header http.Heade
 				end, lost := h.end, h.lost
 				h.mu.Unlock()
 				if end == nil {
-					return lost
+					return p.cut(ctx, lost)
 				}
 				return send(end)
 			}
@@ -324,6 +325,31 @@ func (p processes) follow(ctx context.Context, h *hub, f *sub, header http.Heade
 			return connect.NewError(connect.CodeUnavailable, errors.New("the server ends"))
 		}
 	}
+}
+
+// cutTime is how long a pause or removal may take after it has cut the streams.
+const cutTime = 5 * time.Second
+
+// cut is the error of a stream whose sandbox was paused or removed. Clients know it by the words of a broken
+// connection, and then ask whether the sandbox runs: so it waits until it does not.
+func (s *Server) cut(ctx context.Context, err error) error {
+	if !gone(err) {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, cutTime)
+	defer cancel()
+	for ctx.Err() == nil {
+		if b, err := s.find(boxOf(ctx).Name()); err != nil || b.running() != nil {
+			break
+		}
+		select {
+		case <-ctx.Done():
+		case <-s.life.Done():
+			cancel()
+		case <-time.After(listWait):
+		}
+	}
+	return connect.NewError(connect.CodeUnknown, errors.New("terminated: the sandbox was paused or removed"))
 }
 
 // Update implements process.ProcessHandler: it resizes a terminal.

@@ -21,15 +21,15 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
+	"github.com/drowse-vm/drowse/sandbox/e2b/series"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/gateway"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// EnvdVersion is the version of E2B's protocol in a sandbox whose every feature is served. Version 0.6.2 has metadata
-// of files, which guests' agents do not write.
-const EnvdVersion = "0.6.1"
+// EnvdVersion is the version of E2B's protocol in a sandbox whose every feature is served.
+const EnvdVersion = "0.6.4"
 
 // envdPort is the port of that protocol. No request to it reaches the guest.
 const envdPort = 49983
@@ -41,7 +41,7 @@ type Options struct {
 	// Tokens are the keys. One with the scope read may look; to do anything it needs exec, files and create as well. One
 	// with an owner reaches that owner's sandboxes.
 	Tokens *tokens.Store
-	// Identities have keys that an issuer signs; nil is none.
+	// Identities have keys that an issuer signs, or certificates, for which Serve asks; nil is none.
 	Identities *identity.Store
 	// Domain is that of the host names {port}-{sandboxID}.{domain} of ports in sandboxes, with ":port" if need be.
 	// Empty leaves clients to E2B_DOMAIN, and sandboxes are reached by header only.
@@ -80,10 +80,10 @@ const (
 	maxStreams   = 256  // of one HTTP/2 connection
 	headerTime   = 10 * time.Second
 	idleTime     = 10 * time.Minute // E2B's clients keep connections
+	endTime      = time.Minute      // for a guest to shut down
 	drainTime    = 5 * time.Second
 	controlTime  = 10 * time.Minute
 	bodyTime     = 30 * time.Second // until a request of the control plane has arrived
-	stallTime    = time.Minute      // for which a body or an answer may stand still
 	maxHostLabel = 64
 )
 
@@ -99,6 +99,8 @@ type Server struct {
 	start chan struct{}
 	slow  time.Duration // slowTime
 
+	history series.Store // by the ids of records: a sandbox keeps its own while it sleeps
+
 	life context.Context // ends with Close
 	end  context.CancelFunc
 	all  sync.WaitGroup // attached processes and watchers
@@ -110,7 +112,6 @@ type Server struct {
 	requests int
 	of       map[string]int // requests by sandbox
 	said     time.Time      // when an error was last logged
-	usage    map[string]cpuSample
 }
 
 // New returns a Server.
@@ -136,7 +137,7 @@ func New(o Options) (*Server, error) {
 	s := &Server{
 		o: o, host: o.Host, log: o.Log, mux: http.NewServeMux(), envd: http.NewServeMux(),
 		slots: make(chan struct{}, maxControl), start: make(chan struct{}, maxStarts), slow: slowTime,
-		hubs: map[hubKey]*hub{}, watchers: map[string]*watcher{}, of: map[string]int{}, usage: map[string]cpuSample{},
+		hubs: map[hubKey]*hub{}, watchers: map[string]*watcher{}, of: map[string]int{},
 	}
 	s.life, s.end = context.WithCancel(context.Background())
 	var err error
@@ -146,6 +147,7 @@ func New(o Options) (*Server, error) {
 	s.routes()
 	s.envdRoutes()
 	s.all.Go(s.tidy)
+	s.all.Go(s.sample)
 	return s, nil
 }
 
@@ -179,7 +181,7 @@ func (s *Server) Serve(ctx context.Context, l net.Listener, c *tls.Config) error
 	if c != nil {
 		c = c.Clone()
 		c.NextProtos = []string{"h2", "http/1.1"}
-		in = tls.NewListener(in, c)
+		in = tls.NewListener(in, s.o.Identities.TLS(c))
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
@@ -393,6 +395,29 @@ func (b *box) gone(now time.Time) bool {
 // paused reports whether the sandbox has to be brought up for a use.
 func (b *box) paused() bool {
 	return b.record.Phase != state.Running && b.record.Phase != state.Starting
+}
+
+// ending reports whether the guest shuts down because the sandbox's time is over.
+func (b *box) ending(now time.Time) bool {
+	return b.meta.E2B.Pause && b.meta.E2B.DiskOnly && !b.paused() && !b.meta.Expires.IsZero() && !now.Before(b.meta.Expires)
+}
+
+// ended waits until a sandbox that is ending has ended.
+func (s *Server) ended(ctx context.Context, b *box) (*box, error) {
+	ctx, cancel := context.WithTimeout(ctx, endTime)
+	defer cancel()
+	for b.ending(time.Now()) {
+		select {
+		case <-ctx.Done():
+			return nil, fail(http.StatusConflict, "the sandbox is being paused")
+		case <-time.After(listWait):
+		}
+		var err error
+		if b, err = s.find(b.Name()); err != nil {
+			return nil, err
+		}
+	}
+	return b, nil
 }
 
 // report logs an error of the host, at most one a second: clients must not fill the log.

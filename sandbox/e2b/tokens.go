@@ -67,3 +67,9 @@ func signed(r *http.Request, operation, want string, now time.Time) bool {
 	shown := q.Get("signature")
 	return shown != "" && same(shown, signature(q.Get("path"), operation, q.Get("username"), want, expiry))
 }
+
+// expired reports whether a request shows a signature whose time is over. It may be wrong as well.
+func expired(r *http.Request, now time.Time) bool {
+	at, err := strconv.ParseInt(r.URL.Query().Get("signature_expiration"), 10, 64)
+	return err == nil && now.Unix() > at
+}

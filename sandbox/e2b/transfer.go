@@ -11,13 +11,13 @@ import (
 	"mime/multipart"
 	"net/http"
 	"path"
-	"strconv"
 	"strings"
 	"time"
 
 	"connectrpc.com/connect"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/e2b/bodies"
 )
 
 // answerFile answers a plain request of the protocol with an error.
@@ -25,7 +25,7 @@ func (s *Server) answerFile(w http.ResponseWriter, r *http.Request, err error) {
 	unread(w, r)
 	var large *http.MaxBytesError
 	if errors.As(err, &large) {
-		envdError(w, http.StatusRequestEntityTooLarge, connect.CodeInvalidArgument, "the body is too large")
+		envdError(w, r, http.StatusRequestEntityTooLarge, connect.CodeInvalidArgument, "the body is too large")
 		return
 	}
 	err = s.asConnect(r.Context(), r.Pattern, err)
@@ -39,7 +39,7 @@ func (s *Server) answerFile(w http.ResponseWriter, r *http.Request, err error) {
 	if status == 0 {
 		status = http.StatusInternalServerError
 	}
-	envdError(w, status, c.Code(), c.Message())
+	envdError(w, r, status, c.Code(), c.Message())
 }
 
 func invalid(format string, args ...any) error {
@@ -105,66 +105,6 @@ func (f *content) Close() {
 	}
 }
 
-// accepts reports whether a client takes an encoding of an answer: RFC 9110, 12.5.3.
-func accepts(header []string, encoding string) bool {
-	named, star := -1.0, -1.0
-	for part := range strings.SplitSeq(strings.Join(header, ","), ",") {
-		name, params, _ := strings.Cut(part, ";")
-		q := 1.0
-		if v, ok := strings.CutPrefix(strings.TrimSpace(params), "q="); ok {
-			if n, err := strconv.ParseFloat(v, 64); err == nil {
-				q = n
-			}
-		}
-		switch strings.ToLower(strings.TrimSpace(name)) {
-		case encoding:
-			named = q
-		case "*":
-			star = q
-		}
-	}
-	if named < 0 {
-		named = star
-	}
-	if named < 0 {
-		return encoding == "identity"
-	}
-	return named > 0
-}
-
-// stalling ends an answer or a body that stands still: its deadline moves on with each piece.
-type stalling struct{ c *http.ResponseController }
-
-// Deadlines are the connection's, and others follow on it: whoever sets one ends it.
-func (s stalling) read()  { _ = s.c.SetReadDeadline(time.Now().Add(stallTime)) }
-func (s stalling) write() { _ = s.c.SetWriteDeadline(time.Now().Add(stallTime)) }
-
-// movingWriter moves the deadline of an answer.
-type movingWriter struct {
-	http.ResponseWriter
-	s stalling
-}
-
-func (w movingWriter) Write(p []byte) (int, error) {
-	w.s.write()
-	return w.ResponseWriter.Write(p)
-}
-
-// movingReader moves the deadline of a body.
-type movingReader struct {
-	io.Reader
-	s stalling
-}
-
-func (r movingReader) Read(p []byte) (int, error) {
-	r.s.read()
-	n, err := r.Reader.Read(p)
-	if err != nil {
-		_ = r.s.c.SetReadDeadline(time.Time{})
-	}
-	return n, err
-}
-
 func (s *Server) download(w http.ResponseWriter, r *http.Request) {
 	c, name, err := files{s}.at(r.Context(), r.URL.Query().Get("path"))
 	if err != nil {
@@ -191,13 +131,13 @@ func (s *Server) download(w http.ResponseWriter, r *http.Request) {
 	h.Set("X-Content-Type-Options", "nosniff")
 	h.Set("Cache-Control", "no-store")
 	header := r.Header.Values("Accept-Encoding")
-	zipped := accepts(header, "gzip") && r.Header.Get("Range") == ""
-	if !zipped && !accepts(header, "identity") {
-		envdError(w, http.StatusNotAcceptable, connect.CodeInvalidArgument, "no encoding of the answer is acceptable: gzip and identity are there")
+	zipped := bodies.Accepts(header, "gzip") && r.Header.Get("Range") == ""
+	if !zipped && !bodies.Accepts(header, "identity") {
+		envdError(w, r, http.StatusNotAcceptable, connect.CodeInvalidArgument, "no encoding of the answer is acceptable: gzip and identity are there")
 		return
 	}
-	out := movingWriter{w, stalling{http.NewResponseController(w)}}
-	defer func() { _ = out.s.c.SetWriteDeadline(time.Time{}) }()
+	out := bodies.Writer{ResponseWriter: w, S: bodies.Stalling{ResponseController: http.NewResponseController(w)}}
+	defer func() { _ = out.S.SetWriteDeadline(time.Time{}) }()
 	// Files of /proc have no size, and content.
 	if fi.Size == 0 {
 		if n, err := c.ReadFile(r.Context(), name, out, 0, 0); err != nil && n == 0 {
@@ -227,9 +167,58 @@ func (s *Server) download(w http.ResponseWriter, r *http.Request) {
 
 // written is a file that was uploaded.
 type written struct {
-	Path string `json:"path"`
-	Name string `json:"name"`
-	Type string `json:"type"`
+	Path     string            `json:"path"`
+	Name     string            `json:"name"`
+	Type     string            `json:"type"`
+	Metadata map[string]string `json:"metadata,omitempty"`
+}
+
+// Metadata of files are extended attributes with this prefix.
+const metadataPrefix = "user.e2b."
+
+// Bounds of an upload's metadata, in bytes: XATTR_NAME_MAX of Linux for a name, and E2B's for all.
+const (
+	maxMetadataKey = 255 - len(metadataPrefix)
+	maxMetadataAll = 4096
+)
+
+// metadataOf returns the attributes that the fields X-Metadata-KEY of a request ask for. Case is lost in names of
+// fields: keys are in lower case.
+func metadataOf(h http.Header) (*guest.Attributes, error) {
+	out, all := &guest.Attributes{Prefix: metadataPrefix, Values: map[string][]byte{}}, 0
+	for field, values := range h {
+		key, ok := strings.CutPrefix(field, "X-Metadata-")
+		if !ok {
+			continue
+		}
+		all += len(key) + len(values[0])
+		switch key = strings.ToLower(key); {
+		case key == "" || len(key) > maxMetadataKey:
+			return nil, invalid("metadata: a key has %d bytes: use 1 to %d", len(key), maxMetadataKey)
+		case len(values) > 1:
+			return nil, invalid("metadata: %q has two values", key)
+		case strings.ContainsFunc(values[0], func(r rune) bool { return r < ' ' || r > '~' }):
+			return nil, invalid("metadata: the value of %q is not printable ASCII", key)
+		case all > maxMetadataAll:
+			return nil, invalid("metadata: use at most %d bytes", maxMetadataAll)
+		}
+		out.Values[metadataPrefix+key] = []byte(values[0])
+	}
+	return out, nil
+}
+
+// metadata returns what clients have attached to a file, or nil.
+func metadata(fi guest.FileInfo) map[string]string {
+	var out map[string]string
+	for name, value := range fi.Attributes {
+		if key, ok := strings.CutPrefix(name, metadataPrefix); ok {
+			if out == nil {
+				out = map[string]string{}
+			}
+			out[text(key)] = text(string(value))
+		}
+	}
+	return out
 }
 
 // Bounds of uploads.
@@ -238,12 +227,6 @@ const (
 )
 
 func (s *Server) upload(w http.ResponseWriter, r *http.Request) {
-	for k := range r.Header {
-		if strings.HasPrefix(k, "X-Metadata-") {
-			s.answerFile(w, r, invalid("%s is not supported: files have no metadata of clients", k))
-			return
-		}
-	}
 	out, err := s.receive(w, r)
 	if err != nil {
 		s.answerFile(w, r, err)
@@ -254,11 +237,15 @@ func (s *Server) upload(w http.ResponseWriter, r *http.Request) {
 
 func (s *Server) receive(w http.ResponseWriter, r *http.Request) ([]written, error) {
 	q := r.URL.Query()
+	attributes, err := metadataOf(r.Header)
+	if err != nil {
+		return nil, err
+	}
 	kind, params, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
 	if err != nil {
 		return nil, invalid("use multipart/form-data or application/octet-stream")
 	}
-	body := io.Reader(movingReader{r.Body, stalling{http.NewResponseController(w)}})
+	body := io.Reader(bodies.Reader{Reader: r.Body, S: bodies.Stalling{ResponseController: http.NewResponseController(w)}})
 	switch r.Header.Get("Content-Encoding") {
 	case "", "identity":
 	case "gzip":
@@ -280,7 +267,7 @@ func (s *Server) receive(w http.ResponseWriter, r *http.Request) ([]written, err
 		if q.Get("path") == "" {
 			return nil, invalid("path is missing")
 		}
-		f, err := c.put(r.Context(), q.Get("path"), body)
+		f, err := c.put(r.Context(), q.Get("path"), body, attributes)
 		return []written{f}, err
 	}
 	if kind != "multipart/form-data" || params["boundary"] == "" {
@@ -313,7 +300,7 @@ func (s *Server) receive(w http.ResponseWriter, r *http.Request) ([]written, err
 		if name == "" {
 			return nil, invalid("a file has no name")
 		}
-		f, err := c.put(r.Context(), name, part)
+		f, err := c.put(r.Context(), name, part, attributes)
 		if err != nil {
 			return nil, err
 		}
@@ -335,24 +322,36 @@ func (r *clientReader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// put writes a file, and missing directories above it, as the user's.
-func (c *session) put(ctx context.Context, means string, r io.Reader) (written, error) {
-	name, err := c.user.path(means)
+// put writes a file, and missing directories above it, as the user's. The file has only the metadata of this upload.
+func (c *session) put(ctx context.Context, means string, r io.Reader, a *guest.Attributes) (written, error) {
+	name, err := pathOf(c.user, means)
 	if err != nil {
 		return written{}, err
 	}
 	if fi, err := c.Stat(ctx, name); err == nil && fi.Mode.IsDir() {
 		return written{}, invalid("%q is a directory", name)
 	}
-	if err := c.MkdirFor(ctx, path.Dir(name), *c.user.owner()); err != nil {
+	if err := c.MkdirFor(ctx, path.Dir(name), *c.user.Owner()); err != nil {
 		return written{}, notDirectory(err)
 	}
 	body := &clientReader{Reader: r}
-	err = c.WriteFile(ctx, name, body, guest.WriteOptions{Owner: c.user.owner()})
+	err = c.WriteFile(ctx, name, body, guest.WriteOptions{Owner: c.user.Owner(), Attributes: a})
 	if body.err != nil {
 		return written{}, invalid("the body ended before its end")
 	}
-	return written{Path: text(name), Name: text(path.Base(name)), Type: "file"}, err
+	out := written{Path: text(name), Name: text(path.Base(name)), Type: "file"}
+	if err != nil || len(a.Values) == 0 {
+		return out, err
+	}
+	fi, err := c.Stat(ctx, name)
+	if err != nil {
+		return written{}, err
+	}
+	if len(fi.Attributes) == 0 {
+		return written{}, connect.NewError(connect.CodeFailedPrecondition, fmt.Errorf("%q is written without its metadata: the agent in the sandbox is too old for them: use a new sandbox", name))
+	}
+	out.Metadata = metadata(fi)
+	return out, nil
 }
 
 // maxSources bounds the files that are joined to one.
@@ -367,7 +366,7 @@ func (s *Server) compose(w http.ResponseWriter, r *http.Request) {
 	}
 	var api *apiError
 	if err := read(w, r, &body); errors.As(err, &api) {
-		envdError(w, api.Code, connect.CodeInvalidArgument, api.Message)
+		envdError(w, r, api.Code, connect.CodeInvalidArgument, api.Message)
 		return
 	}
 	ctx := r.Context()
@@ -393,7 +392,7 @@ func (s *Server) joined(ctx context.Context, sources []string, destination strin
 	defer c.Close()
 	names := make([]string, len(sources))
 	for i, source := range sources {
-		if names[i], err = c.user.path(source); err != nil {
+		if names[i], err = pathOf(c.user, source); err != nil {
 			return nil, err
 		}
 		fi, err := c.Stat(ctx, names[i])
@@ -404,7 +403,7 @@ func (s *Server) joined(ctx context.Context, sources []string, destination strin
 			return nil, invalid("%q is not a file", names[i])
 		}
 	}
-	if err := c.MkdirFor(ctx, path.Dir(to), *c.user.owner()); err != nil {
+	if err := c.MkdirFor(ctx, path.Dir(to), *c.user.Owner()); err != nil {
 		return nil, notDirectory(err)
 	}
 	ctx, cancel := context.WithCancel(ctx)
@@ -426,7 +425,7 @@ func (s *Server) joined(ctx context.Context, sources []string, destination strin
 		_ = pw.CloseWithError(err)
 	}()
 	// A source may be the destination: it gets its new content at once, in the end.
-	if err := c.WriteFile(ctx, to, pr, guest.WriteOptions{Owner: c.user.owner(), Atomic: true}); err != nil {
+	if err := c.WriteFile(ctx, to, pr, guest.WriteOptions{Owner: c.user.Owner(), Atomic: true}); err != nil {
 		return nil, err
 	}
 	for _, name := range names {

@@ -134,7 +134,12 @@ func (f files) WatchDir(ctx context.Context, m *filesystem.WatchDirRequest, out 
 	if cause := context.Cause(ctx); cause != nil {
 		return cause
 	}
-	return err
+	select {
+	case <-begun:
+		return f.cut(ctx, err)
+	default:
+		return err
+	}
 }
 
 var errServerEnds = connect.NewError(connect.CodeUnavailable, errors.New("the server ends"))

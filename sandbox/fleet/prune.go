@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
@@ -41,6 +42,27 @@ func (f *Fleet) Due() (bool, error) {
 		due = due || f.untold(s)
 	}
 	return due, fail("prune", "", err)
+}
+
+// stopTime is how long a guest may take to shut down.
+const stopTime = 30 * time.Second
+
+// suspend ends the time of a sandbox that stays.
+func (f *Fleet) suspend(ctx context.Context, name string) error {
+	m, err := f.state.Metadata(name)
+	if err != nil {
+		return err
+	}
+	if m.E2B != nil && m.E2B.DiskOnly {
+		stopping, cancel := context.WithTimeout(ctx, stopTime)
+		defer cancel()
+		if f.host.Sandbox(name).Stop(stopping) == nil {
+			return nil
+		}
+		// A guest that does not shut down keeps its memory as well.
+	}
+	_, err = f.host.Sandbox(name).Sleep(ctx, sandbox.SleepOptions{})
+	return err
 }
 
 func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (records.Pruned, error) {
@@ -91,8 +113,7 @@ func (f *Fleet) prune(ctx context.Context, dryRun, abandoned bool) (records.Prun
 			return p, err
 		}
 		if again := f.again(step); len(again.Sleep) > 0 {
-			_, err := f.host.Sandbox(step.Name).Sleep(ctx, sandbox.SleepOptions{})
-			problem(err)
+			problem(f.suspend(ctx, step.Name))
 		}
 	}
 	for _, step := range p.Remove {

@@ -28,6 +28,8 @@ type Grant struct {
 	GuestTLS bool
 	// Hide are header fields that the guest must not see, besides HeaderToken, HeaderSandbox and HeaderPort.
 	Hide []string
+
+	token string // what Owners has accepted; empty for an open port
 }
 
 // Authorizer lets requests in. It is called from many goroutines, once for each request, before anything is done
@@ -35,6 +37,15 @@ type Grant struct {
 // or another; what wraps none of these is an error of the host.
 type Authorizer interface {
 	Authorize(ctx context.Context, to Route, header http.Header) (Grant, error)
+}
+
+// Revoker is an Authorizer that may take back what it has granted.
+type Revoker interface {
+	Authorizer
+	// Standing returns a function that reports whether a grant for a port of a sandbox, which has an id and a name, is
+	// still good. It is called every few seconds for each sandbox that has open requests and connections: those without
+	// a grant are cut. After an error all go on.
+	Standing(id, name string) (func(Route, Grant) bool, error)
 }
 
 var (
@@ -48,6 +59,8 @@ var (
 
 // Owners is the Authorizer by what the owner of a sandbox has set: spec.Metadata.Gateway.
 type Owners struct{ Host *sandbox.Host }
+
+var _ Revoker = Owners{}
 
 // Authorize implements Authorizer.
 func (o Owners) Authorize(_ context.Context, to Route, header http.Header) (Grant, error) {
@@ -71,7 +84,28 @@ func (o Owners) Authorize(_ context.Context, to Route, header http.Header) (Gran
 	if len(shown) != 1 || subtle.ConstantTimeCompare([]byte(shown[0]), []byte(want)) != 1 {
 		return Grant{}, ErrToken
 	}
+	grant.token = want
 	return grant, nil
+}
+
+// Standing implements Revoker: a token is good until there is a new one, and an open port until it is closed.
+func (o Owners) Standing(id, name string) (func(Route, Grant) bool, error) {
+	r, err := o.Host.State.Load(name)
+	if err != nil {
+		return nil, err
+	}
+	if r.ID != id {
+		return nil, errAgain // the name has passed to another sandbox
+	}
+	m, err := o.Host.State.Metadata(name)
+	if err != nil {
+		return nil, err
+	}
+	want, err := o.Host.State.GatewayToken(name, m.Gateway)
+	if err != nil {
+		return nil, err
+	}
+	return func(to Route, g Grant) bool { return m.Gateway.Opens(to.Port) || g.token == want }, nil
 }
 
 // openTo lets a request get a sandbox from another host whose port is open without a token: tokens are a host's own.

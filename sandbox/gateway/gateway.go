@@ -137,6 +137,9 @@ func New(h *sandbox.Host, o Options) (*Gateway, error) {
 	g := &Gateway{host: h, o: o, log: o.Log, sessions: map[string]*session{}, live: map[*session]struct{}{}, requestsOf: map[string]int{}, waitingOf: map[string]int{}, requestsOfOwner: map[string]int{}}
 	g.life, g.end = context.WithCancel(context.Background())
 	g.pages = newProxies(g)
+	if by, ok := o.Authorizer.(Revoker); ok {
+		g.all.Go(func() { g.review(by) })
+	}
 	return g, nil
 }
 
@@ -354,7 +357,7 @@ func (g *Gateway) enter(ctx context.Context, to Route, header http.Header) (*use
 		if err != nil {
 			return nil, err
 		}
-		u, err := g.use(ctx, before.ID, to.Sandbox, grant)
+		u, err := g.use(ctx, before.ID, to, grant)
 		switch {
 		case err == nil:
 			return u, nil

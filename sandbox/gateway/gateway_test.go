@@ -1,6 +1,7 @@
 package gateway_test
 
 import (
+	"bufio"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -379,5 +380,69 @@ func TestGateway_does_not_wake_if_the_authorizer_does_not_let_it(t *testing.T) {
 	}
 	if p := w.phase("a"); p != state.Asleep {
 		t.Error(p)
+	}
+}
+
+func TestGateway_what_was_let_in_ends_when_its_token_or_its_open_port_does(t *testing.T) {
+	w := begin(t, nil)
+	hangs := make(chan struct{}, 1)
+	for _, name := range []string{"a", "b"} {
+		w.create(name, &spec.Gateway{PublicPorts: []uint16{80}}, spec.Idle{})
+		for _, port := range []int{80, 81} {
+			w.serves(name, port, func(rw http.ResponseWriter, r *http.Request) {
+				if r.Header.Get("X-Hangs") != "" {
+					hangs <- struct{}{}
+					<-r.Context().Done()
+					return
+				}
+				echoes(rw, r)
+			})
+		}
+	}
+	token := "Drowse-Token: " + w.token("a")
+	type stream struct {
+		c net.Conn
+		r *bufio.Reader
+	}
+	goes := func(s stream) bool {
+		_, werr := io.WriteString(s.c, "x\n")
+		line, err := s.r.ReadString('\n')
+		return werr == nil && err == nil && line == "x\n"
+	}
+	open := func(host string, header ...string) stream {
+		c, r := w.upgrade(host+"."+domain, header...)
+		return stream{c, r}
+	}
+	public, other := open("80-a"), open("80-b")
+	shown := open("81-a", token)
+	change := func(do func(*spec.Gateway)) {
+		t.Helper()
+		if _, err := w.host.State.SetMetadata(t.Context(), "a", func(m *spec.Metadata, _ error) error { do(&m.Gateway); return nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	answered := make(chan string, 1)
+	go func() {
+		a, body := w.get("81-a."+domain, "Drowse-Token", strings.TrimPrefix(token, "Drowse-Token: "), "X-Hangs", "yes")
+		answered <- a.Status + body
+	}()
+	<-hangs
+	change(func(g *spec.Gateway) { g.PublicPorts = nil })
+	until(t, "the stream to the closed port ends", func() bool { return !goes(public) })
+	for what, s := range map[string]stream{"another sandbox's": other, "one with the token": shown} {
+		if !goes(s) {
+			t.Errorf("%s has ended as well", what)
+		}
+	}
+	change(func(g *spec.Gateway) { g.Tokens++ })
+	until(t, "the stream of the old token ends", func() bool { return !goes(shown) })
+	if a := <-answered; !strings.HasPrefix(a, "403") {
+		t.Errorf("a request that waits for its answer: %s", a)
+	}
+	if !goes(other) {
+		t.Error("another sandbox's has ended as well")
+	}
+	if s := open("81-a", "Drowse-Token: "+w.token("a")); !goes(s) {
+		t.Error("the new token does not let in")
 	}
 }

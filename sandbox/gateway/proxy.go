@@ -103,10 +103,12 @@ func (x *proxies) serve(w http.ResponseWriter, r *http.Request, u *use, to Route
 	c := &carry{u: u, to: to, body: &body{ReadCloser: r.Body, client: http.NewResponseController(w)}}
 	ctx, cancel := context.WithCancelCause(context.WithValue(r.Context(), keyCarry{}, c))
 	defer cancel(nil)
-	stop := context.AfterFunc(u.s.ctx, func() {
-		cancel(context.Cause(u.s.ctx))
+	cut := func(why error) {
+		cancel(why)
 		c.body.interrupt()
-	})
+	}
+	u.carries(cut)
+	stop := context.AfterFunc(u.s.ctx, func() { cut(context.Cause(u.s.ctx)) })
 	defer stop()
 	r = r.WithContext(c.traced(ctx))
 	if r.Body == http.NoBody {

@@ -83,6 +83,7 @@ func (g *Gateway) raw(ctx context.Context, c net.Conn, config *tls.Config) (Rout
 	defer u.leave()
 	cut := context.AfterFunc(u.s.ctx, cancel)
 	defer cut()
+	u.carries(func(error) { cancel() })
 	opened := &begun{Conn: c, first: bytes.NewReader(hello), shakes: true}
 	var client net.Conn = opened
 	if !u.grant.GuestTLS {

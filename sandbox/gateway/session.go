@@ -43,6 +43,7 @@ type session struct {
 	streams int // of them, those that let the sandbox sleep
 	timer   *time.Timer
 	over    bool // it takes no more requests
+	uses    map[*use]struct{}
 
 	mu      sync.Mutex // guards what follows
 	conns   map[*conn]struct{}
@@ -57,12 +58,63 @@ type use struct {
 	first    bool // the session was opened for it
 	idle     bool // it lets the sandbox sleep once it streams
 	grant    Grant
-	streamed bool // the gateway's mu guards it
+	to       Route
+	streamed bool        // the gateway's mu guards it
+	revoke   func(error) // cuts it alone; nil until it is carried, and the gateway's mu guards it
 }
 
-// use returns a use of the sandbox with that id, whose name is or was name.
-func (g *Gateway) use(ctx context.Context, id, name string, grant Grant) (*use, error) {
-	l := g.o.Limits
+// carries notes what cuts the use alone.
+func (u *use) carries(revoke func(error)) {
+	u.s.g.mu.Lock()
+	defer u.s.g.mu.Unlock()
+	u.revoke = revoke
+}
+
+// reviewEvery is how often open requests are looked at, whether their grants are still good.
+const reviewEvery = 2 * time.Second
+
+// errRevoked is the cause of the end of a request whose grant is no longer good.
+var errRevoked = fmt.Errorf("%w any more", ErrToken)
+
+// review cuts what was let in by a grant that is no longer good, until the gateway ends.
+func (g *Gateway) review(by Revoker) {
+	tick := time.NewTicker(reviewEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-g.life.Done():
+			return
+		case <-tick.C:
+		}
+		g.mu.Lock()
+		all := make([]*session, 0, len(g.live))
+		for s := range g.live {
+			all = append(all, s)
+		}
+		g.mu.Unlock()
+		for _, s := range all {
+			stands, err := by.Standing(s.id, s.name)
+			if err != nil {
+				continue // it is gone, or was renamed
+			}
+			var over []func(error)
+			g.mu.Lock()
+			for u := range s.uses {
+				if u.revoke != nil && !stands(u.to, u.grant) {
+					over = append(over, u.revoke)
+				}
+			}
+			g.mu.Unlock()
+			for _, revoke := range over {
+				revoke(errRevoked)
+			}
+		}
+	}
+}
+
+// use returns a use of the sandbox with that id, whose name is or was that of the route.
+func (g *Gateway) use(ctx context.Context, id string, to Route, grant Grant) (*use, error) {
+	l, name := g.o.Limits, to.Sandbox
 	g.mu.Lock()
 	switch {
 	case g.closed:
@@ -95,7 +147,7 @@ func (g *Gateway) use(ctx context.Context, id, name string, grant Grant) (*use, 
 		}()
 	}
 	if first {
-		s = &session{g: g, id: id, name: name, wakes: grant.Wake, ready: make(chan struct{}), conns: map[*conn]struct{}{}}
+		s = &session{g: g, id: id, name: name, wakes: grant.Wake, ready: make(chan struct{}), conns: map[*conn]struct{}{}, uses: map[*use]struct{}{}}
 		// The wake must not end with the request that began it: others may wait for it.
 		s.ctx, s.cancel = context.WithCancelCause(context.WithoutCancel(ctx))
 		g.sessions[id] = s
@@ -111,8 +163,9 @@ func (g *Gateway) use(ctx context.Context, id, name string, grant Grant) (*use, 
 	if s.timer != nil {
 		s.timer.Stop()
 	}
+	u := &use{s: s, first: first, idle: grant.IdleStreams, grant: grant, to: to}
+	s.uses[u] = struct{}{}
 	g.mu.Unlock()
-	u := &use{s: s, first: first, idle: grant.IdleStreams, grant: grant}
 	select {
 	case <-s.ready:
 	case <-ctx.Done():
@@ -376,6 +429,7 @@ func (u *use) leave() {
 	if u.grant.Owner != "" {
 		less(g.requestsOfOwner, u.grant.Owner)
 	}
+	delete(s.uses, u)
 	s.open--
 	if u.streamed {
 		s.streams--

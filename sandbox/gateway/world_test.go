@@ -18,6 +18,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -206,9 +207,9 @@ func (w *world) say(text string) (net.Conn, *bufio.Reader) {
 }
 
 // upgrade opens a WebSocket as far as its handshake.
-func (w *world) upgrade(host string) (net.Conn, *bufio.Reader) {
+func (w *world) upgrade(host string, header ...string) (net.Conn, *bufio.Reader) {
 	w.t.Helper()
-	c, r := w.say("GET /ws HTTP/1.1\r\nHost: " + host + "\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+	c, r := w.say("GET /ws HTTP/1.1\r\nHost: " + strings.Join(append([]string{host}, header...), "\r\n") + "\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
 	a, err := http.ReadResponse(r, nil)
 	if err != nil || a.StatusCode != http.StatusSwitchingProtocols {
 		w.t.Fatal(a, err)

@@ -22,6 +22,8 @@ type E2B struct {
 	Timeout int64 `json:"timeout_seconds,omitempty"`
 	// Pause says that the sandbox is paused at the end of its time; otherwise it is removed.
 	Pause bool `json:"pause,omitempty"`
+	// DiskOnly says that this pause keeps the disk, and not what is in memory.
+	DiskOnly bool `json:"disk_only,omitempty"`
 	// Resume says that traffic resumes the paused sandbox.
 	Resume bool `json:"resume,omitempty"`
 	// Network is the network that the client asked for.

@@ -4,7 +4,8 @@ import "errors"
 
 // FieldError is an error that one field of a document or request has caused.
 type FieldError struct {
-	// Field is its name in JSON, below those of the objects that it is in: "idle.sleep_seconds". Lists have no index.
+	// Field is its name in JSON, below those of the objects that it is in: "idle.sleep_seconds". Only lists of policies
+	// have an index.
 	Field string
 	Err   error
 }

@@ -60,6 +60,9 @@ func statFile(path string, follow bool) (*agentpb.FileInfo, error) {
 			return nil, err
 		}
 	}
+	if kind := st.Mode & unix.S_IFMT; kind == unix.S_IFREG || kind == unix.S_IFDIR {
+		fi.Attributes = attributes(path)
+	}
 	return fi, nil
 }
 
@@ -71,8 +74,8 @@ func (f *Files) Stat(_ context.Context, m *agentpb.StatRequest) (*agentpb.FileIn
 	return statFile(m.Path, m.Follow)
 }
 
-// maxDirAnswer bounds the names and link targets of one ReadDir answer, in bytes, so that the message stays within
-// what the host accepts.
+// maxDirAnswer bounds the names, link targets and attributes of one ReadDir answer, in bytes, so that the message stays
+// within what the host accepts.
 const maxDirAnswer = agentpb.MaxMessage / 4
 
 // ReadDir implements agentpb.AgentService.
@@ -107,6 +110,9 @@ func (f *Files) ReadDir(_ context.Context, m *agentpb.ReadDirRequest) (*agentpb.
 			return nil, err
 		}
 		size += len(fi.Name) + len(fi.Link)
+		for k, v := range fi.Attributes {
+			size += len(k) + len(v)
+		}
 		out.Entries = append(out.Entries, fi)
 	}
 	return out, nil

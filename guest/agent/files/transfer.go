@@ -145,6 +145,9 @@ func (t *transfer) writeFile(m *agentpb.WriteFile) (*agentpb.TransferDone, error
 	if m.Offset < 0 || m.Atomic && (m.Offset > 0 || m.Append) || m.Offset > 0 && m.Append {
 		return nil, status.Error(codes.InvalidArgument, "offset, append and atomic exclude each other")
 	}
+	if err := checkAttributes(m.Attributes); err != nil {
+		return nil, err
+	}
 	if m.Parents {
 		if err := os.MkdirAll(filepath.Dir(m.Path), defaultDirMode); err != nil {
 			return nil, err
@@ -159,6 +162,9 @@ func (t *transfer) writeFile(m *agentpb.WriteFile) (*agentpb.TransferDone, error
 		n, err = io.CopyBuffer(struct{ io.Writer }{f}, struct{ io.Reader }{t}, make([]byte, agentpb.MaxChunk))
 		if err == nil && m.Owner != nil {
 			err = f.Chown(int(m.Owner.Uid), int(m.Owner.Gid))
+		}
+		if err == nil && m.Attributes != nil {
+			err = setAttributes(f, m.Attributes)
 		}
 		return err
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/e2b"
+	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // Tests here have guests in memory: they need neither root nor Node.
@@ -311,26 +312,27 @@ func TestRequest_must_name_one_sandbox(t *testing.T) {
 func TestBody_is_refused_by_the_name_of_the_field(t *testing.T) {
 	w := begin(t, nil, func(o *e2b.Options) { o.Network = true })
 	for body, want := range map[string]string{
-		`{"templateID":"base","iam":{"tokens":{"a":{"audience":"b"}}}}`:               "400 iam",
-		`{"templateID":"base","volumeMounts":[{"name":"v","path":"/v"}]}`:             "400 volumeMounts",
-		`{"templateID":"base","mcp":{"x":{}}}`:                                        "400 mcp",
-		`{"templateID":"base","autoPause":true,"autoPauseMemory":false}`:              "400 autoPauseMemory",
-		`{"templateID":"base","autoResume":{"enabled":true}}`:                         "400 autoResume",
-		`{"templateID":"base","autoResume":{"enabled":true,"after":1}}`:               "400 after",
-		`{"templateID":"base","network":{"egressProxy":{"address":"a:1"}}}`:           "400 egressProxy",
-		`{"templateID":"base","network":{"httpsPorts":[443]}}`:                        "400 httpsPorts",
-		`{"templateID":"base","network":{"rules":{"a.b":[{"transform":{}}]}}}`:        "400 rules",
-		`{"templateID":"base","network":{"denyOut":["example.com"]}}`:                 "400 denyOut",
-		`{"templateID":"base","network":{"allowOut":["example.com"]}}`:                "400 allowOut",
-		`{"templateID":"base","network":{"allowOut":["a b"]}}`:                        "400 allowOut",
-		`{"templateID":"base","new":1}`:                                               "400 new",
-		`{"templateID":"base"} {}`:                                                    "400 more",
-		`{"templateID":"base","timeout":-1}`:                                          "400 timeout",
-		`{"templateID":"base","timeout":1e30}`:                                        "400 timeout",
-		`{"templateID":"base","envVars":{"A=B":"c"}}`:                                 "400 envVars",
-		`{"templateID":"base","envVars":{"A":"b\u0000"}}`:                             "400 envVars",
-		`{"templateID":"base","metadata":{"a":"` + strings.Repeat("x", 70000) + `"}}`: "400 metadata",
-		`{"templateID":"base","a":"` + strings.Repeat("x", 2<<20) + `"}`:              "413 bytes",
+		`{"templateID":"base","iam":{"tokens":{"a":{"audience":"b"}}}}`:                                "400 iam",
+		`{"templateID":"base","volumeMounts":[{"name":"v","path":"/v"}]}`:                              "400 volumeMounts",
+		`{"templateID":"base","mcp":{"x":{}}}`:                                                         "400 mcp",
+		`{"templateID":"base","autoPauseMemory":false}`:                                                "400 autoPauseMemory",
+		`{"templateID":"base","autoPause":true,"autoPauseMemory":false,"autoResume":{"enabled":true}}`: "400 autoPauseMemory",
+		`{"templateID":"base","autoResume":{"enabled":true}}`:                                          "400 autoResume",
+		`{"templateID":"base","autoResume":{"enabled":true,"after":1}}`:                                "400 after",
+		`{"templateID":"base","network":{"egressProxy":{"address":"a:1"}}}`:                            "400 egressProxy",
+		`{"templateID":"base","network":{"httpsPorts":[443]}}`:                                         "400 httpsPorts",
+		`{"templateID":"base","network":{"rules":{"a.b":[{"transform":{}}]}}}`:                         "400 rules",
+		`{"templateID":"base","network":{"denyOut":["example.com"]}}`:                                  "400 denyOut",
+		`{"templateID":"base","network":{"allowOut":["example.com"]}}`:                                 "400 allowOut",
+		`{"templateID":"base","network":{"allowOut":["a b"]}}`:                                         "400 allowOut",
+		`{"templateID":"base","new":1}`:                                                                "400 new",
+		`{"templateID":"base"} {}`:                                                                     "400 more",
+		`{"templateID":"base","timeout":-1}`:                                                           "400 timeout",
+		`{"templateID":"base","timeout":1e30}`:                                                         "400 timeout",
+		`{"templateID":"base","envVars":{"A=B":"c"}}`:                                                  "400 envVars",
+		`{"templateID":"base","envVars":{"A":"b\u0000"}}`:                                              "400 envVars",
+		`{"templateID":"base","metadata":{"a":"` + strings.Repeat("x", 70000) + `"}}`:                  "400 metadata",
+		`{"templateID":"base","a":"` + strings.Repeat("x", 2<<20) + `"}`:                               "413 bytes",
 		`{}`:                               "400 templateID",
 		``:                                 "400 templateID",
 		`[]`:                               "400 body",
@@ -513,5 +515,47 @@ func TestSandbox_whose_time_is_over_pauses_and_is_resumed_by_traffic(t *testing.
 	}
 	if a := ask(stays, stays.EnvdAccessToken); a.status != http.StatusBadGateway {
 		t.Error("resumed unasked:", a)
+	}
+}
+
+func TestSandbox_whose_pause_keeps_the_disk_only_boots_when_it_is_resumed(t *testing.T) {
+	w := begin(t, nil, nil)
+	slow, fast := w.create(map[string]any{"timeout": 1, "autoPause": true, "autoPauseMemory": false}), w.create(map[string]any{"timeout": 1, "autoPause": true, "autoPauseMemory": false})
+	for _, m := range []made{slow, fast} {
+		w.until("paused", func() bool {
+			return strings.Contains(w.ask("GET", "/sandboxes/"+m.SandboxID, nil).body, `"state":"paused"`)
+		})
+		// It may still be shutting down: nothing makes its time longer any more, and whoever connects waits.
+		if a := w.ask("POST", "/sandboxes/"+m.SandboxID+"/timeout", map[string]any{"timeout": 600}); a.status != http.StatusNotFound {
+			t.Error(a)
+		}
+		stopped := func() bool {
+			r, err := w.host.State.Get(m.SandboxID)
+			return err == nil && r.Phase == state.Stopped && r.Snapshot == ""
+		}
+		if m == slow {
+			w.until("stopped, without a snapshot of its memory", stopped)
+		}
+		if a := w.ask("POST", "/v2/sandboxes/"+m.SandboxID+"/connect", map[string]any{"timeout": 60}); a.status != http.StatusCreated {
+			t.Error(a)
+		}
+		if a := w.ask("GET", "/health", nil, "E2b-Sandbox-Id", m.SandboxID); a.status != http.StatusNoContent {
+			t.Error(a)
+		}
+	}
+}
+
+// The agents of guests in memory have no attributes of files, as those of sandboxes that sleep since before.
+func TestMetadata_that_an_older_agent_drops_are_an_error(t *testing.T) {
+	w := begin(t, nil, nil)
+	m := w.create(map[string]any{})
+	put := func(header ...string) answer {
+		return w.ask("POST", "/files?path=f", "text", append([]string{"X-API-KEY", "", "E2b-Sandbox-Id", m.SandboxID, "X-Access-Token", m.EnvdAccessToken, "Content-Type", "application/octet-stream"}, header...)...)
+	}
+	if a := put("X-Metadata-A", "b"); a.status != http.StatusBadRequest || !strings.Contains(a.body, `"code":400`) || !strings.Contains(a.body, "too old") {
+		t.Error(a)
+	}
+	if a := put(); a.status != http.StatusOK {
+		t.Error(a)
 	}
 }

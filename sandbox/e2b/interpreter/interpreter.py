@@ -31,6 +31,8 @@ START_TIME = 120  # seconds: a kernel on a slow machine
 INTERRUPTS = (2, 8, 20)  # seconds to wait after each; then a kernel that ignores them is restarted
 GRACE = 30  # seconds for what takes none of its own
 DEFAULT = "default"
+ENVS = "/run/e2b/envs.json"  # variables of the sandbox, which the host writes
+MAX_ENVS = 128 << 10  # bytes of it
 
 FIELDS = {
     "text/plain": "text", "text/html": "html", "text/markdown": "markdown", "image/svg+xml": "svg", "image/png": "png",
@@ -45,6 +47,20 @@ SET_ENV = """(lambda os, new: setattr(os, "_drowse_env", [(k, os.environ.get(k))
 )(__import__("os"), %r)"""
 UNSET_ENV = """[(lambda os, k, v: os.environ.pop(k, None) if v is None else os.environ.__setitem__(k, v))(__import__("os"), *kv)
 for kv in __import__("os").__dict__.pop("_drowse_env", [])]"""
+
+
+# Sets and removes variables of the sandbox, for all that follows.
+CHANGE_ENV = """(lambda e, gone, new: [e.pop(k, None) for k in gone] and None or e.update(new))(__import__("os").environ, %r, %r)"""
+
+
+def sandbox_env():
+    """Returns the variables of the sandbox. A clone of a warm kernel finds others than it began with."""
+    try:
+        with open(ENVS, "rb") as f:
+            env = json.loads(f.read(MAX_ENVS))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {k: v for k, v in env.items() if variable(k, v)} if isinstance(env, dict) else {}
 
 
 class Died(Exception):
@@ -116,6 +132,7 @@ class Context:
         self.current = None
         self.km = self.kc = self.reader = None
         self.closed = False
+        self.envs = {}  # variables of the sandbox that the kernel has
 
     def describe(self):
         return {"id": self.id, "language": "python", "cwd": self.cwd}
@@ -127,7 +144,8 @@ class Context:
             connection_file=os.path.join(self.server.dir, uuid.uuid4().hex + ".json"),
         )
         try:
-            await self.km.start_kernel(cwd=self.cwd, env={**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"})
+            self.envs = sandbox_env()
+            await self.km.start_kernel(cwd=self.cwd, env={**os.environ, **self.envs, "PYDEVD_DISABLE_FILE_VALIDATION": "1"})
             self.kc = self.km.client()
             self.kc.start_channels(stdin=False, hb=False, control=False)
             await self.kc.wait_for_ready(timeout=START_TIME)
@@ -200,6 +218,10 @@ class Context:
             try:
                 if not await self.alive():
                     await self.restart()
+                envs = sandbox_env()
+                if envs != self.envs:
+                    await self.quietly(CHANGE_ENV % ([k for k in self.envs if k not in envs], envs))
+                    self.envs = envs
                 if env:
                     await self.quietly(SET_ENV % env)
                 await self.cell(x, code)

@@ -74,6 +74,7 @@ export type CloneRequest = {
     };
     class?: "" | "ephemeral" | "resumable" | "workspace";
     e2b?: {
+      disk_only?: boolean;
       env_vars?: Record<string, string>;
       metadata?: Record<string, string>;
       network?: {
@@ -201,6 +202,7 @@ export type CreateRequest = {
     };
     class?: "" | "ephemeral" | "resumable" | "workspace";
     e2b?: {
+      disk_only?: boolean;
       env_vars?: Record<string, string>;
       metadata?: Record<string, string>;
       network?: {

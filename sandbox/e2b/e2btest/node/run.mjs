@@ -80,6 +80,17 @@ it('the environment says that it is a sandbox', async () => {
   const s = await sbx()
   assert.equal((await s.commands.run('echo $E2B_SANDBOX $E2B_SANDBOX_ID')).stdout, `true ${s.sandboxId}\n`)
 })
+it('files say it as well', async () => {
+  const s = await sbx()
+  assert.equal((await s.commands.run('cd /run/e2b; for f in .E2B_SANDBOX .E2B_SANDBOX_ID .E2B_TEMPLATE_ID envs.json; do cat $f; echo; done; stat -c "%U %a" envs.json')).stdout,
+    `true\n${s.sandboxId}\n${template}\n{"FROM_CREATE":"c"}\nuser 600\n`)
+})
+it('a command whose sandbox is killed', async () => {
+  const s = await Sandbox.create(template, { timeoutMs: 60_000 })
+  const h = await s.commands.run('sleep 1000', { background: true })
+  await s.kill()
+  await assert.rejects(h.wait(), e => e instanceof e2b.SandboxError && (!Sandbox.pause || e.message.includes('sandbox was killed or reached its end of life')))
+})
 it('default user, home and cwd', async () => {
   assert.equal((await (await sbx()).commands.run('id -un; pwd; echo $HOME $USER $LOGNAME')).stdout, 'user\n/home/user\n/home/user user user\n')
 })
@@ -310,8 +321,22 @@ it('gzip of an upload', async () => {
   await s.files.write('z', 'z'.repeat(100_000), { gzip: true, useOctetStream: true })
   assert.equal((await s.files.read('z', { gzip: true })).length, 100_000)
 }, ['files.octet'])
-it('metadata of files is refused', async () => {
-  await rejects((await sbx()).files.write('meta', 'x', { metadata: { a: 'b' } }))
+it('metadata', async () => {
+  const s = await sbx()
+  const of = async f => (await s.files.getInfo(f)).metadata
+  for (const useOctetStream of [false, true]) {
+    const f = 'meta/' + useOctetStream
+    assert.deepEqual((await s.files.write(f, 'x', { metadata: { Who: 'a b', n: '' }, useOctetStream })).metadata, { who: 'a b', n: '' })
+    assert.deepEqual(await of(f), { who: 'a b', n: '' })
+  }
+  assert.deepEqual((await s.files.list('meta')).map(e => e.metadata?.who), ['a b', 'a b'])
+  assert.deepEqual((await s.files.rename('meta/true', 'meta/moved')).metadata, { who: 'a b', n: '' })
+  assert.equal((await s.files.write('meta/moved', 'y')).metadata, undefined) // an upload replaces all of it
+  assert.equal(await of('meta/moved'), undefined)
+  await s.commands.run(`python3 -c 'import os; os.setxattr("meta/moved", "user.e2b.set", b"inside"); os.setxattr("meta/moved", "user.other", b"x")'`)
+  assert.deepEqual(await of('meta/moved'), { set: 'inside' })
+  await rejects(s.files.write('meta/moved', 'z', { metadata: { long: 'x'.repeat(4096) } }), InvalidArgumentError)
+  assert.equal(await s.files.read('meta/moved'), 'y')
 }, ['files.octet'])
 
 on('watch')
@@ -509,6 +534,16 @@ it('pause at the end of the time', () => alone({ timeoutMs: 1500, lifecycle: { o
   const c = await Sandbox.connect(s.sandboxId, { timeoutMs: 60_000 })
   assert.equal(await c.files.read('kept'), 'kept')
 }), ['lifecycle'])
+it('a pause at the end of the time that keeps the disk only', () => alone({ timeoutMs: 1500, lifecycle: { onTimeout: { action: 'pause', keepMemory: false } } }, async s => {
+  await s.files.write('kept', 'kept')
+  // It ignores the end for as long as it may: whoever connects meanwhile waits for a boot.
+  await s.commands.run('trap "" TERM; sync; sleep 1000', { background: true })
+  await until('the pause', async () => (await Sandbox.getInfo(s.sandboxId)).state === 'paused', 40_000)
+  const c = await Sandbox.connect(s.sandboxId, { timeoutMs: 60_000 })
+  assert.equal(await c.files.read('kept'), 'kept')
+  assert.deepEqual(await c.commands.list(), [])
+  assert.equal((await c.commands.run('cat /run/e2b/.E2B_SANDBOX_ID')).stdout, s.sandboxId)
+}), ['newest'])
 it('traffic resumes', () => alone({ timeoutMs: 1500, lifecycle: { onTimeout: 'pause', autoResume: true } }, async s => {
   await s.files.write('kept', 'kept')
   await until('the pause', async () => (await Sandbox.getInfo(s.sandboxId)).state === 'paused')
@@ -556,6 +591,22 @@ it('of a sandbox', () => alone({}, async s => {
   assert.ok(m.length > 0 && m[0].memTotal > 0 && m[0].cpuCount > 0 && m[0].diskTotal > 0, JSON.stringify(m))
 }))
 
+it('of the time before, also asleep', () => alone({}, async s => {
+  const begun = new Date()
+  await rest(6000)
+  await s.commands.run('timeout 3 sh -c "while :; do :; done" || true')
+  await until('three samples', async () => (await s.getMetrics()).length > 2)
+  const all = await s.getMetrics()
+  assert.ok(all.every((m, i) => !i || m.timestamp > all[i - 1].timestamp), JSON.stringify(all))
+  assert.ok(Math.max(...all.map(m => m.cpuUsedPct)) > 0, JSON.stringify(all))
+  const at = all[0].timestamp.getTime() // the package rounds to seconds
+  assert.deepEqual(await s.getMetrics({ start: new Date(at - 1000), end: new Date(at + 1000) }), [all[0]])
+  assert.deepEqual(await s.getMetrics({ start: new Date(begun - 7200_000), end: new Date(begun - 3600_000) }), [])
+  await pause(s)
+  assert.deepEqual((await s.getMetrics()).slice(0, all.length), all)
+  assert.equal(await s.isRunning(), false)
+}), ['network'])
+
 on('network')
 it('without the internet', () => alone({ allowInternetAccess: false }, async s => { assert.equal((await s.commands.run('echo ok')).stdout, 'ok\n') }))
 it('lists', () => alone({ network: { denyOut: ['0.0.0.0/0'], allowOut: ['1.1.1.1', '8.8.8.0/24', 'example.com', '*.example.org'] } }, async s => {
@@ -588,6 +639,7 @@ it('an expired signature', () => alone({ secure: true }, async s => {
   const url = await s.downloadUrl('x', { useSignatureExpiration: -10 })
   const r = await files(s, url)
   assert.equal(r.status, 401)
+  assert.deepEqual(await r.json(), { code: 401, message: 'signature is already expired' })
 }))
 it('a wrong key', async () => { await rejects(Sandbox.create(template, { apiKey: 'e2b_' + '0'.repeat(40) })) })
 it('the token of another sandbox', () => alone({ secure: true }, a => alone({ secure: true }, async b => {
@@ -621,10 +673,11 @@ on('code interpreter')
 const source = process.env.DROWSE_INTERPRETER
 const served = f => async () => {
   const ci = await import('@e2b/code-interpreter')
-  const s = await ci.Sandbox.create(template, { timeoutMs: 300_000 })
+  const s = await ci.Sandbox.create(template, { timeoutMs: 300_000, envs: { AT_CREATE: 'it"s' } })
   try {
     await s.files.write('interpreter.py', source)
-    await s.commands.run('exec /usr/bin/python3 interpreter.py', { background: true, timeoutMs: 0 })
+    // The service that runs it in the image has no variables of the sandbox.
+    await s.commands.run('exec env -u AT_CREATE /usr/bin/python3 interpreter.py', { background: true, timeoutMs: 0 })
     await until('the kernel', async () => (await get(s, 49999, '/health')).status === 200, 80_000)
     return await f(s)
   } finally { await s.kill().catch(() => {}) }
@@ -654,6 +707,20 @@ code('variables of an execution', async s => {
   const get = 'import os; os.environ.get("A_B")'
   assert.equal((await s.runCode(get, { envs: { A_B: 'it"s' } })).text, 'it"s')
   assert.equal((await s.runCode(get)).text, undefined)
+})
+code('variables of the sandbox, and of a clone of it', async s => {
+  const get = 'import os; os.environ.get("AT_CREATE")'
+  assert.equal((await s.runCode(get)).text, 'it"s')
+  assert.equal((await s.runCode(get, { envs: { AT_CREATE: 'mine' } })).text, 'mine')
+  assert.equal((await s.runCode(get)).text, 'it"s')
+  await s.runCode('os.environ["AT_CREATE"] = "changed"')
+  assert.equal((await s.runCode(get)).text, 'changed')
+  // The host tells a clone of a warm kernel others.
+  await s.files.write('/run/e2b/envs.json', '{"OTHER": "o"}')
+  assert.equal((await s.runCode('str([os.environ.get(k) for k in ("AT_CREATE", "OTHER")])')).text, "[None, 'o']")
+  assert.equal((await s.runCode('import os; os.environ["OTHER"]', { context: await s.createCodeContext() })).text, 'o')
+  await s.files.remove('/run/e2b/envs.json')
+  assert.equal((await s.runCode('os.environ.get("OTHER")')).text, undefined)
 })
 code('1 MiB of output', async s => {
   const r = await s.runCode('print("ä" * (1 << 19)); print("x" * (1 << 20))')

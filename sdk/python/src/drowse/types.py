@@ -110,6 +110,7 @@ CloneRequestMetadataE2bNetwork = TypedDict("CloneRequestMetadataE2bNetwork", {
 })
 
 CloneRequestMetadataE2b = TypedDict("CloneRequestMetadataE2b", {
+    "disk_only": NotRequired["bool"],
     "env_vars": NotRequired["dict[str, Any]"],
     "metadata": NotRequired["dict[str, Any]"],
     "network": NotRequired["CloneRequestMetadataE2bNetwork"],
@@ -267,6 +268,7 @@ CreateRequestMetadataE2bNetwork = TypedDict("CreateRequestMetadataE2bNetwork", {
 })
 
 CreateRequestMetadataE2b = TypedDict("CreateRequestMetadataE2b", {
+    "disk_only": NotRequired["bool"],
     "env_vars": NotRequired["dict[str, Any]"],
     "metadata": NotRequired["dict[str, Any]"],
     "network": NotRequired["CreateRequestMetadataE2bNetwork"],
