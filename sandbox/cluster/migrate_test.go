@@ -56,6 +56,9 @@ func TestSandbox_that_moves_goes_on_awake_on_the_other_host(t *testing.T) {
 	b.loseImages()
 	a.create("box") // it was never shared
 	a.counts("box", "1")
+	// The store has a key of hers.
+	_, err := a.State.SetMetadata(t.Context(), "box", func(m *spec.Metadata, _ error) error { m.Owner = "alice"; return nil })
+	must(t, err)
 	res := a.moves("box", "b")
 	if res.From != "a" || res.To != "b" || res.Asleep || res.Problem != "" || res.BytesAhead == 0 || res.BytesPause == 0 || res.Downtime <= 0 {
 		t.Errorf("%+v", res)
@@ -81,7 +84,7 @@ func TestSandbox_that_moves_goes_on_awake_on_the_other_host(t *testing.T) {
 	}
 	eventually(t, "one head is left", func() bool { return objects(t, store, "heads/") == 1 })
 	// One that sleeps is published, and no host has it.
-	_, err := a.Sandbox("box").Sleep(t.Context(), sandbox.SleepOptions{})
+	_, err = a.Sandbox("box").Sleep(t.Context(), sandbox.SleepOptions{})
 	must(t, err)
 	if res := a.moves("box", "b"); !res.Asleep || b.phase("box") == state.Running {
 		t.Errorf("%+v", res)
