@@ -108,6 +108,8 @@ test: test-state $(REPORT)
 	@GORACE=atexit_sleep_ms=50 go test -json -race $(TEST_FLAGS) $(RACE_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
 	@echo "== tests without it" >&2
 	@$(GO_TEST) -json $(TEST_FLAGS) $(LONG_PKGS) $$(grep -rl --include='*_test.go' --exclude-dir=.cache internal/test/racetest . | xargs -n 1 dirname | sort -u) $$(comm -23 <(go list ./... | sort) <(go list $(RACE_PKGS) | sort)) | $(REPORT) -allow '$(MAY_SKIP)'
+	@echo "== tests of the controller for Kubernetes" >&2
+	@cd kubernetes && $(GO_TEST) -json $(TEST_FLAGS) ./... | $(CURDIR)/$(REPORT)
 
 # test-unit runs what needs no guest: no kernel, image, network and package to install. Tests say why they are skipped.
 .PHONY: test-unit
