@@ -81,7 +81,7 @@ func TestWrong_command_lines(t *testing.T) {
 		{"update nobody --persist-all --drop /a", exitFailed, "nobody"},
 		{"migrate a", exitUsage, "--to names the host"},
 		{"migrate --to b", exitUsage, "name a VM, or give --all"},
-		{"migrate nobody --to b", exitFailed, "in no cluster"},
+		{"migrate nobody --to b", exitUsage, "in no cluster"},
 		{"promote", exitUsage, "drowse promote --help"},
 		{"promote nobody", exitFailed, "nobody"},
 		{"update nobody --keep forever", exitUsage, "last=N"},

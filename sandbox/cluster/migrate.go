@@ -136,7 +136,7 @@ func (n *Node) movable(r *state.Record, m spec.Metadata) error {
 	}
 	switch {
 	case m.Class == lifetime.Ephemeral:
-		return fmt.Errorf("%w: it is ephemeral, and those do not sleep: change its class with Fleet.Update", spec.ErrMetadata)
+		return fmt.Errorf("%w: it is ephemeral, and those do not sleep: change its class: Fleet.Update of %q with Class", spec.ErrMetadata, r.Spec.Name)
 	case r.Phase == state.Crashed:
 		return fmt.Errorf("%w: start it, or take it back to its last sleep with Sandbox.Wake", spec.ErrCrashed)
 	case r.Phase != state.Running && r.Phase != state.Asleep:
