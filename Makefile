@@ -30,7 +30,7 @@ WORKLOADS_TAG ?= drowse-workloads
 # Those that take longest come first, here and among the others: one that is left over at the end has one of the
 # machine's processors to itself.
 RACE_PKGS ?= ./snapshot/... ./vmm/... ./rootfs/disk/... ./guest/... ./devices/... ./rootfs/volume/...
-LONG_PKGS ?= ./sandbox ./netpolicy/link ./sandbox/instance ./sandbox/build ./cmd/drowse ./rootfs/image/builder ./examples/embed ./internal/test/hwkvm
+LONG_PKGS ?= ./sandbox ./sandbox/cluster ./netpolicy/link ./sandbox/instance ./sandbox/build ./cmd/drowse ./rootfs/image/builder ./examples/embed ./internal/test/hwkvm
 # How often the busy guest of a test sleeps: make life-proofs has 200 sleeps.
 export DROWSE_TEST_CYCLES ?= 10
 # Packages whose tests run on a KVM of the hardware kind as well.
