@@ -327,7 +327,7 @@ func (d *demo) text(w io.Writer) {
 		{"resume_entry", "from the call to the guest's first instruction"},
 		{"resume_ready", "to an agent that answers, with clock and random numbers renewed"},
 		{"wake", "the same, with starting a process and telling the caller"},
-		{"ready_again", "resume_ready of a second wake: what the first one needed is read in one piece"},
+		{"ready_again", "resume_ready of the next wake"},
 	} {
 		if v, ok := r.StagesMs[row.stage]; ok {
 			fmt.Fprintf(t, "%s\t%10.1f ms\t%s\n", row.stage, v, row.meaning)
