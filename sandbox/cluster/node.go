@@ -241,7 +241,7 @@ func (n *Node) id(ctx context.Context) (string, error) {
 			}
 		} else if err == nil {
 			if !idRE.MatchString(string(id)) {
-				return "", fmt.Errorf("%w: what tells the store from others cannot be read: is it sealed? name its keys, as the other hosts do", blob.ErrNoKey)
+				return "", fmt.Errorf("%w: %s is not the id of a cluster: if the other hosts encrypt, name their file of keys in the bucket's URL", blob.ErrNoKey, idKey)
 			}
 			return string(id), nil
 		}
