@@ -95,6 +95,7 @@ func TestSleep_and_wake_keep_processes_memory_and_files(t *testing.T) {
 				if got := e.Read("main", "/sys/devices/system/cpu/online", "/proc/filesystems"); !strings.HasPrefix(got, cpus+"\n") || !slices.Contains(strings.Fields(got), "fuse") {
 					t.Errorf("CPUs, and file systems: %q, want %s and fuse", got, cpus)
 				}
+				clockIsRight(e, "main", "booted")
 				// A service in the spec starts when the VM boots.
 				started := service(e, "main", "given", "running")
 				if started.PID == 0 || started.Restarts != 0 {
@@ -147,14 +148,7 @@ func TestSleep_and_wake_keep_processes_memory_and_files(t *testing.T) {
 				if rep.Stages[vmm.StageAgentAnswer.String()] == 0 {
 					t.Error("the agent was not there when the guest came back: it was asked over vsock")
 				}
-				asked := time.Now()
-				info, err := e.Agent("main").Ping(t.Context())
-				if err != nil {
-					t.Fatal(err)
-				}
-				if w := info.Wall; w.Before(asked.Add(-time.Second)) || w.After(time.Now().Add(time.Second)) {
-					t.Errorf("the guest's clock says %v, and it was asked at %v", w, asked)
-				}
+				clockIsRight(e, "main", "woken")
 				e.Sh("main", "echo heard after the wake >/dev/console")
 				for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
 					if log, err := os.ReadFile(e.Store.State.ConsoleLog("main")); err == nil && bytes.Contains(log, []byte("heard after the wake")) {
@@ -234,6 +228,20 @@ func registersAreSaved(e *guesttest.Env, name string) {
 	}
 	if env := e.Read(name, "/proc/1/environ") + e.Do(name, "env"); strings.Count(env, "GODEBUG=cpu.avx=off") != 2 {
 		e.T.Errorf("Go programs may use AVX: their environment is %q", env)
+	}
+}
+
+// clockIsRight compares the guest's clock with the host's before and after it was asked.
+func clockIsRight(e *guesttest.Env, name, when string) {
+	e.T.Helper()
+	asked := time.Now()
+	info, err := e.Agent(name).Ping(e.T.Context())
+	if err != nil {
+		e.T.Fatal(err)
+	}
+	e.T.Logf("%s: the guest's clock is %v to %v ahead", when, info.Wall.Sub(time.Now()), info.Wall.Sub(asked))
+	if w := info.Wall; w.Before(asked.Add(-time.Second)) || w.After(time.Now().Add(time.Second)) {
+		e.T.Errorf("the clock of a guest that has %s says %v, and it was asked at %v", when, w, asked)
 	}
 }
 
