@@ -1,9 +1,13 @@
 package cluster_test
 
 import (
+	"bufio"
 	"context"
+	"crypto/tls"
 	"errors"
+	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -40,9 +44,14 @@ func (h *host) says(name, script string) string {
 // starts starts a command in a sandbox, which goes on.
 func (h *host) starts(name string, argv ...string) (pid int) {
 	h.t.Helper()
+	return h.startsAs("lasting", name, argv...)
+}
+
+func (h *host) startsAs(id, name string, argv ...string) (pid int) {
+	h.t.Helper()
 	c, err := h.Sandbox(name).Agent(h.t.Context())
 	must(h.t, err)
-	s, err := c.Start(h.t.Context(), guest.Cmd{Argv: argv, Detach: true, NoStdin: true, ID: "lasting"})
+	s, err := c.Start(h.t.Context(), guest.Cmd{Argv: argv, Detach: true, NoStdin: true, ID: id})
 	must(h.t, err)
 	pid = s.PID()
 	must(h.t, s.Close())
@@ -266,38 +275,120 @@ while True:
     time.sleep(0.2)
 `
 
-// realDoor is a real host that other hosts reach.
-func realDoor(t *testing.T, name string, store blob.Store) *host {
+// realGate is a real host that other hosts reach, with a gateway.
+func realGate(t *testing.T, name string, store blob.Store) *gate {
 	t.Helper()
 	id, err := peer.NewIdentity(name)
 	must(t, err)
 	at, address, err := peer.Listen("127.0.0.1:0")
 	must(t, err)
-	h := realHost(t, name, store, cluster.Options{TTL: 2 * time.Minute, Address: address, Key: id.Key()})
-	peers := peer.New(peer.Options{Identity: id, Directory: h.node})
-	h.node.Reach(peers)
+	g := &gate{door: &door{id: id}}
+	g.host = realHost(t, name, store, cluster.Options{TTL: 2 * time.Minute, Address: address, Key: id.Key()})
+	g.peers = peer.New(peer.Options{Identity: id, Directory: g.node})
+	g.node.Reach(g.peers)
+	g.passed = g.node.PeerHandlers()
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
-	go func() { done <- peers.Serve(ctx, at, h.node.PeerHandlers()) }()
 	t.Cleanup(func() {
 		cancel()
 		must(t, <-done)
+		g.peers.Close()
 	})
-	return h
+	g.serve(t)
+	go func() { done <- g.peers.Serve(ctx, at, g.passed) }()
+	return g
 }
 
-// movesEnv is how often TestGuest_moves moves its guest; 4 by default.
+// answers is a server in a guest: it appends each line that it gets to a file, and then answers it.
+const answers = `
+import _socket, _thread, os
+log = os.open("/root/answered", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def serve(fd):
+    try:
+        while line := os.read(fd, 100):
+            os.write(log, line)
+            os.write(fd, line)
+    except OSError:
+        pass
+    os.close(fd)
+s = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+s.bind(("127.0.0.1", 7000))
+s.listen(9)
+while True:
+    _thread.start_new_thread(serve, (s._accept()[0],))
+`
+
+// asker is a client of that server that asks through the gateway of a host: one number after the other, and one
+// whose answer was cut off again.
+type asker struct {
+	answered, connections int             // connections after the first answer's
+	pauses                []time.Duration // from the last answer of a connection to the first of the next one
+	longest               time.Duration   // time from one answer to the next
+}
+
+func (a *asker) ask(ctx context.Context, g *gate, server string) error {
+	_, pool := gateTLS()
+	d := tls.Dialer{Config: &tls.Config{ServerName: server + "." + gateDomain, RootCAs: pool}}
+	last := time.Now()
+	for ctx.Err() == nil {
+		c, err := d.DialContext(ctx, "tcp", g.raw)
+		if err != nil {
+			time.Sleep(10 * time.Millisecond)
+			continue
+		}
+		if a.answered > 0 { // before, the server may not be there
+			a.connections++
+		}
+		stop := context.AfterFunc(ctx, func() { c.Close() })
+		in := bufio.NewReader(c)
+		for first := true; ; first = false {
+			if _, err := fmt.Fprintln(c, a.answered+1); err != nil {
+				break
+			}
+			line, err := in.ReadString('\n')
+			if err != nil {
+				break
+			}
+			if line != fmt.Sprintln(a.answered+1) {
+				return fmt.Errorf("asked %d, it answers %q", a.answered+1, line)
+			}
+			if a.answered++; a.answered > 1 {
+				a.longest = max(a.longest, time.Since(last))
+				if first {
+					a.pauses = append(a.pauses, time.Since(last))
+				}
+			}
+			last = time.Now()
+			time.Sleep(20 * time.Millisecond)
+		}
+		stop()
+		c.Close()
+	}
+	return nil
+}
+
+// movesEnv is how often TestGuest_moves moves its guest; 4 by default. It looks at its files after each tenth of many
+// moves.
 const movesEnv = "DROWSE_TEST_MOVES"
 
-// A guest moves while its process works: that goes on, and its memory and its disk are what they were.
+// A guest moves while its process works and answers a client of a gateway: that goes on, and its memory and its disk
+// are what they were.
 func TestGuest_moves_while_it_works(t *testing.T) {
 	store := dir(t)
-	a, b := realDoor(t, "a", store), realDoor(t, "b", store)
+	a, b := realGate(t, "a", store), realGate(t, "b", store)
 	_, err := a.Create(t.Context(), sandbox.Spec{Name: "box", Image: guesttest.ImageTag, MemoryMiB: 256}, sandbox.CreateOptions{Boot: true})
 	must(t, err)
 	a.starts("box", "python3", "-I", "-S", "-c", worker)
 	a.says("box", `python3 -I -S -c "import hashlib; open('/root/large', 'wb').write(hashlib.shake_128(b'x').digest(8 << 20))"
 		sha256sum /root/large > /root/sum; while ! test -e /dev/shm/n; do sleep 0.1; done`)
+	_, err = a.State.SetMetadata(t.Context(), "box", func(m *spec.Metadata, _ error) error { m.Gateway = spec.Gateway{AllPublic: true}; return nil })
+	must(t, err)
+	a.startsAs("server", "box", "python3", "-I", "-S", "-c", answers)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var client asker
+	asked := make(chan error, 1)
+	go func() { asked <- client.ask(ctx, a, "7000-box") }()
 	boot, sum := a.says("box", "cat /proc/sys/kernel/random/boot_id"), a.says("box", "cat /dev/shm/sum")
 	count := 0
 	moves := 4
@@ -306,28 +397,67 @@ func TestGuest_moves_while_it_works(t *testing.T) {
 		must(t, err)
 	}
 	from, to := a, b
-	for range moves {
-		from.says("box", "rm -f /dev/shm/gap")
+	var downtimes []float64
+	for i := range moves {
+		// Of many moves, some are looked at.
+		look := moves < 10 || i%10 == 9
+		if look {
+			from.says("box", "rm -f /dev/shm/gap")
+		}
 		res, err := from.node.Migrate(t.Context(), "box", spec.MigrateOptions{To: to.name})
 		must(t, err)
-		gap := to.says("box", "cat /dev/shm/gap")
-		t.Logf("downtime %.0f ms, by its own clock %s ms; stages %v; %d bytes ahead, %d in the pause", res.Downtime, gap, res.Stages, res.BytesAhead, res.BytesPause)
-		to.still("box", sum, &count)
-		if is := to.says("box", "cat /proc/sys/kernel/random/boot_id; sha256sum -c /root/sum"); is != boot+"\n/root/large: OK" {
-			t.Errorf("on %s it says %q", to.name, is)
-		}
-		// Each number that its process has written is on the disk.
-		if is := to.says("box", "awk '$1 != NR { print \"line\", NR, \"is\", $1; exit }' /root/log"); is != "" {
-			t.Errorf("on %s: %s", to.name, is)
-		}
+		downtimes = append(downtimes, res.Downtime)
 		if res.BytesPause > res.BytesAhead/2 {
 			t.Errorf("%d bytes were sent while it did not run, and %d before: what had not changed was sent again", res.BytesPause, res.BytesAhead)
 		}
 		if from.phase("box") == state.Running {
 			t.Error("it runs on both hosts")
 		}
+		if look {
+			gap := to.says("box", "cat /dev/shm/gap")
+			t.Logf("downtime %.0f ms, by its own clock %s ms; stages %v; %d bytes ahead, %d in the pause", res.Downtime, gap, res.Stages, res.BytesAhead, res.BytesPause)
+			to.still("box", sum, &count)
+			if is := to.says("box", "cat /proc/sys/kernel/random/boot_id; sha256sum -c /root/sum"); is != boot+"\n/root/large: OK" {
+				t.Errorf("on %s it says %q", to.name, is)
+			}
+			// Each number that its process has written is on the disk.
+			if is := to.says("box", "awk '$1 != NR { print \"line\", NR, \"is\", $1; exit }' /root/log"); is != "" {
+				t.Errorf("on %s: %s", to.name, is)
+			}
+		}
 		from, to = to, from
 	}
+	cancel()
+	must(t, <-asked)
+	// What is there twice was written, and its answer was cut off.
+	is := strings.Fields(from.says("box", "cat /root/answered"))
+	next := 1
+	for _, n := range is {
+		if n == strconv.Itoa(next) {
+			next++
+		} else if n != strconv.Itoa(next-1) {
+			t.Fatalf("after %d the server was asked %s", next-1, n)
+		}
+	}
+	t.Logf("downtime in ms: %s", quantiles(downtimes))
+	var waits []float64
+	for _, p := range client.pauses {
+		waits = append(waits, float64(p.Milliseconds()))
+	}
+	t.Logf("a client got %d answers over %d connections; it waited %v at most, and in ms from one connection to the next %s",
+		client.answered, client.connections, client.longest, quantiles(waits))
+	if next <= client.answered || client.connections > 2*moves || len(is)-(next-1) > client.connections {
+		t.Errorf("the server has written %d numbers, of which %d are different; the client has %d answers over %d connections", len(is), next-1, client.answered, client.connections)
+	}
+}
+
+func quantiles(all []float64) string {
+	if len(all) == 0 {
+		return "none"
+	}
+	slices.Sort(all)
+	at := func(percent int) float64 { return all[(len(all)-1)*percent/100] }
+	return fmt.Sprintf("p50 %.0f, p90 %.0f, p99 %.0f, most %.0f of %d", at(50), at(90), at(99), at(100), len(all))
 }
 
 // worker is a hoarder that also writes what it counts to the disk, and the longest time between two counts.

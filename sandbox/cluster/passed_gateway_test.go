@@ -112,6 +112,13 @@ func newGate(t *testing.T, name string, store blob.Store, o cluster.Options, gue
 	t.Helper()
 	g := &gate{door: newDoor(t, name, store, o)}
 	g.vms.Dial = guests.dial
+	g.serve(t)
+	return g
+}
+
+// serve makes the gateway, and serves it until the test ends.
+func (g *gate) serve(t *testing.T) {
+	t.Helper()
 	var err error
 	g.gateway, err = gateway.New(g.Host, gateway.Options{Resolver: gateway.Names{Domain: gateDomain}, Peers: g.peers})
 	must(t, err)
@@ -135,7 +142,6 @@ func newGate(t *testing.T, name string, store blob.Store, o cluster.Options, gue
 		<-done
 	})
 	t.Cleanup(g.close)
-	return g
 }
 
 // open makes a sandbox that runs here, with open ports.

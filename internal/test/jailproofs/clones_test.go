@@ -102,7 +102,6 @@ func (r *register) add(who string, id identity) error {
 }
 
 func TestClones_and_forks_of_one_VM_share_no_random_number_and_no_identity(t *testing.T) {
-	onlyEmulated(t)
 	e := guesttest.New(t)
 	startWitness(t, e, "base")
 	host := e.Store.With(e.Launcher)
