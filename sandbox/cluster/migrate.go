@@ -31,7 +31,7 @@ const (
 	// aheadRounds is how many snapshots go ahead: one more while the last one took so long that much has changed since.
 	aheadRounds    = 3
 	aheadRoundTime = 2 * time.Second
-	// moveTries is how often a sandbox that somebody woke during its pause is moved anew.
+	// moveTries is how often a sandbox is moved anew that has changed meanwhile.
 	moveTries = 3
 	// checkTime bounds a check, pauseTime all from the sleep on, and backTime the way back.
 	checkTime, pauseTime, backTime = 10 * time.Second, 10 * time.Minute, 2 * time.Minute
@@ -114,10 +114,10 @@ func (n *Node) Migrate(ctx context.Context, name string, o spec.MigrateOptions) 
 		defer end()
 		for try := 1; ; try++ {
 			res, err = n.migrate(ctx, name, o)
-			if try == moveTries || !errors.Is(err, errWoken) || ctx.Err() != nil {
+			if try == moveTries || !errors.Is(err, errChanged) || ctx.Err() != nil {
 				break
 			}
-			n.log.Info("it was woken while it moved, and is moved anew", "sandbox", name)
+			n.log.Info("a move begins anew", "sandbox", name, "cause", err)
 		}
 	}
 	if err != nil {
@@ -126,8 +126,9 @@ func (n *Node) Migrate(ctx context.Context, name string, o spec.MigrateOptions) 
 	return res, nil
 }
 
-// errWoken means that somebody woke a sandbox during its pause, by a way that does not ask the node.
-var errWoken = errors.New("it was woken meanwhile")
+// errChanged means that a sandbox is not what it was when its move began: somebody woke it during its pause, by a way
+// that does not ask the node, or gave it to another owner.
+var errChanged = errors.New("it has changed meanwhile")
 
 // movable returns why a sandbox cannot move.
 func (n *Node) movable(r *state.Record, m spec.Metadata) error {
@@ -202,11 +203,31 @@ func (n *Node) migrate(ctx context.Context, name string, o spec.MigrateOptions) 
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), pauseTime)
 	defer cancel()
 	defer n.pauseUses(name)()
-	if err := n.pass(ctx, o, ahead, head, &res); err != nil {
+	if err := n.pass(ctx, o, moving{r.ID, m.Owner, ahead}, &res); err != nil {
 		n.inBackground(func() { n.abandon(name, head) })
 		return res, err
 	}
 	return res, nil
+}
+
+// moving is a sandbox, and what was sent ahead of it, sealed for its owner.
+type moving struct {
+	id, owner string
+	ahead     *archive.Ahead
+}
+
+// still returns an error unless a sandbox is what was sent ahead.
+func (v moving) still(n *Node, r *state.Record) error {
+	m, err := n.state.Metadata(r.Spec.Name)
+	switch {
+	case err != nil:
+		return err
+	case r.ID != v.id:
+		return fmt.Errorf("%w: it was removed meanwhile, and another sandbox has its name", sandbox.ErrNotFound)
+	case m.Owner != v.owner:
+		return fmt.Errorf("%w: it has got another owner meanwhile", errChanged)
+	}
+	return nil
 }
 
 // aheadSnapshots are the ids of snapshots that were taken to be sent ahead.
@@ -252,13 +273,20 @@ func (n *Node) sendAhead(ctx context.Context, name, to string, ahead *archive.Ah
 }
 
 // pass is the part of a move in which the sandbox does not run.
-func (n *Node) pass(ctx context.Context, o spec.MigrateOptions, ahead *archive.Ahead, head string, res *spec.MigrateResult) error {
+func (n *Node) pass(ctx context.Context, o spec.MigrateOptions, v moving, res *spec.MigrateResult) error {
 	name := res.Name
 	unlock, err := n.publishing.lock(ctx, name)
 	if err != nil {
 		return err
 	}
 	defer unlock()
+	r, err := n.state.Get(name)
+	if err == nil {
+		err = v.still(n, r)
+	}
+	if err != nil {
+		return err
+	}
 	begun := time.Now()
 	slept, err := n.host.Sandbox(name).Sleep(ctx, spec.SleepOptions{Hooks: o.Hooks})
 	if err != nil {
@@ -266,19 +294,22 @@ func (n *Node) pass(ctx context.Context, o spec.MigrateOptions, ahead *archive.A
 	}
 	res.Snapshot, res.Stages["pause"] = slept.Snapshot, control.Milliseconds(time.Since(begun))
 	at := time.Now()
-	err = n.publishAs(ctx, name, head, func(ctx context.Context, r *state.Record, i archive.Info, doc []byte) (_ archive.Info, err error) {
-		i, res.BytesPause, err = ahead.PushHead(ctx, n.state, i, r.Snapshot, doc)
+	err = n.publishAs(ctx, name, v.ahead.ID(), func(ctx context.Context, r *state.Record, i archive.Info, doc []byte) (_ archive.Info, err error) {
+		if err := v.still(n, r); err != nil {
+			return i, err
+		}
+		i, res.BytesPause, err = v.ahead.PushHead(ctx, n.state, i, r.Snapshot, doc)
 		return i, err
 	})
 	if errors.Is(err, sandbox.ErrRunning) {
-		err = fmt.Errorf("%w: %w", errWoken, err)
+		err = fmt.Errorf("%w: %w", errChanged, err)
 	}
 	if err != nil {
 		return errors.Join(err, n.back(name))
 	}
 	res.Stages["publish"] = control.Milliseconds(time.Since(at))
 	at = time.Now()
-	err = n.askTarget(ctx, o.To, 0, moveAsk{Op: opWake, Name: name})
+	err = n.askTarget(ctx, o.To, 0, moveAsk{Op: opWake, Name: name, ID: v.id})
 	res.Stages["wake"] = control.Milliseconds(time.Since(at))
 	res.Downtime = control.Milliseconds(time.Since(begun)) - slept.Stages["hooks"]
 	if err == nil {

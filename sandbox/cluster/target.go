@@ -32,8 +32,8 @@ const (
 type moveAsk struct {
 	Op   string `json:"op"`
 	Name string `json:"name"`
+	ID   string `json:"id,omitempty"` // the sandbox's
 	// For opCheck: MiB is 0 for one that sleeps.
-	ID    string `json:"id,omitempty"`
 	Owner string `json:"owner,omitempty"`
 	MiB   int    `json:"mib,omitempty"`
 	// For opAhead: the head that it will be, the manifest of a snapshot, and objects of the store.
@@ -96,7 +96,7 @@ func (n *Node) take(ctx context.Context, a moveAsk) error {
 		}
 		return n.near.fetch(ctx, n.store, a.Head, a.Objects)
 	case opWake:
-		return n.takeOver(a.Name)
+		return n.takeOver(a.Name, a.ID)
 	}
 	return fmt.Errorf("%w: the step %.20q of a move: use the same version of drowse on all hosts", spec.ErrInvalid, a.Op)
 }
@@ -121,17 +121,29 @@ func (n *Node) couldTake(ctx context.Context, a moveAsk) error {
 	return err
 }
 
-// takeOver claims and wakes a sandbox, whatever becomes of the host that it comes from.
-func (n *Node) takeOver(name string) error {
+// takeOver claims and wakes a sandbox, whatever becomes of the host that it comes from. What this host does not share,
+// or another sandbox that has the name, is left alone.
+func (n *Node) takeOver(name, id string) error {
 	ctx, cancel := context.WithTimeout(n.life, wakeTime)
 	defer cancel()
-	if err := n.Claim(ctx, name, nil); err != nil {
+	other := fmt.Errorf("%w: another sandbox is called %s: rename one", spec.ErrExists, name)
+	if n.Private(name) {
+		return other
+	}
+	err := n.Claim(ctx, name, nil)
+	if err != nil {
 		return err
 	}
-	if _, err := n.state.Get(name); err != nil {
+	if n.Private(name) { // it was made meanwhile, and kept the claim away
+		return other
+	}
+	r, err := n.state.Get(name)
+	if err != nil {
 		return err
 	}
-	_, err := n.host.Sandbox(name).BringUp(ctx)
+	if err = other; r.ID == id {
+		_, err = n.host.Sandbox(name).BringUp(ctx)
+	}
 	if err != nil {
 		// Others may wake it, at once.
 		n.mu.Lock()
