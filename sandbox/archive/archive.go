@@ -74,6 +74,9 @@ type manifest struct {
 	// Data begins the keys of its files. No other entry has it.
 	Data  string      `json:"data"`
 	Files []entryFile `json:"files"`
+
+	// sealedFor is the owner for whom the object is sealed.
+	sealedFor string
 }
 
 type entryFile struct {
@@ -213,7 +216,7 @@ func (a *Archive) manifest(ctx context.Context, kind Kind, id string) (*manifest
 	if err != nil {
 		return nil, err
 	}
-	doc, _, err := a.store.Load(ctx, key, maxManifest)
+	doc, _, owner, err := blob.LoadOf(ctx, a.store, key, maxManifest)
 	if errors.Is(err, blob.ErrNotFound) {
 		return nil, fmt.Errorf("%w: %s", ErrNotFound, id)
 	}
@@ -224,9 +227,13 @@ func (a *Archive) manifest(ctx context.Context, kind Kind, id string) (*manifest
 	if err == nil && (m.ID != id || !strings.HasPrefix(m.Data, dataOf(kind, id))) {
 		err = fmt.Errorf("it is of %.80q in %.200q", m.ID, m.Data)
 	}
+	if err == nil && kind == Images && owner != "" {
+		err = errors.New("it is sealed under the key of an owner, and images are everybody's")
+	}
 	if err != nil {
 		return nil, fmt.Errorf("%w: the manifest of %s: %w", ErrCorrupt, id, err)
 	}
+	m.sealedFor = owner
 	return m, nil
 }
 
@@ -289,6 +296,10 @@ func (a *Archive) Get(ctx context.Context, kind Kind, id string) (*Entry, error)
 	}
 	return &Entry{Info: m.Info, a: a, m: m}, nil
 }
+
+// SealedFor returns the owner under whose key the entry is sealed; it is empty for a key of the hosts, or none. Whoever
+// has put the entry had that key, and all that is read of it is what he has put.
+func (e *Entry) SealedFor() string { return e.m.sealedFor }
 
 // Files implements snapshot.Source.
 func (e *Entry) Files() (out []snapshot.SentFile) {

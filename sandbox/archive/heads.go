@@ -71,6 +71,9 @@ func (a *Archive) Head(ctx context.Context, id string) (*Head, error) {
 	return &Head{e, doc.Bytes()}, nil
 }
 
+// SealedFor is Entry.SealedFor.
+func (h *Head) SealedFor() string { return h.e.SealedFor() }
+
 // behindDoc is a head without its document.
 type behindDoc struct {
 	*Entry

@@ -82,6 +82,9 @@ type Sealer interface {
 	Store
 	// SealFor returns a store of the same objects that puts what it puts under a key of the owner, if it has one.
 	SealFor(owner string) Store
+	// LoadOf is Load, and says for which owner the object was sealed: whoever has only keys of owners can make no other.
+	// It is empty for one that was sealed under a key of the hosts.
+	LoadOf(ctx context.Context, key string, limit int64) (body []byte, v Version, owner string, err error)
 }
 
 // SealFor is that of a Sealer. Other stores seal nothing.
@@ -90,6 +93,32 @@ func SealFor(s Store, owner string) Store {
 		return sealer.SealFor(owner)
 	}
 	return s
+}
+
+// LoadOf is that of a Sealer. Objects of other stores have no owner.
+func LoadOf(ctx context.Context, s Store, key string, limit int64) (body []byte, v Version, owner string, err error) {
+	if sealer, ok := s.(Sealer); ok {
+		return sealer.LoadOf(ctx, key, limit)
+	}
+	body, v, err = s.Load(ctx, key, limit)
+	return body, v, "", err
+}
+
+// Hosts returns a store whose Load refuses what was sealed for an owner. It is for what only hosts may say.
+func Hosts(s Store) Store { return hosts{s} }
+
+type hosts struct{ Store }
+
+// Load implements Store.
+func (h hosts) Load(ctx context.Context, key string, limit int64) ([]byte, Version, error) {
+	body, v, owner, err := LoadOf(ctx, h.Store, key, limit)
+	if err == nil && owner != "" {
+		err = fmt.Errorf("%w: %.100s: it is sealed under the key of an owner, and hosts seal it under theirs", ErrCorrupt, key)
+	}
+	if err != nil {
+		return nil, "", err
+	}
+	return body, v, nil
 }
 
 var partRE = lazyregexp.New(`^[A-Za-z0-9_-][A-Za-z0-9._-]*$`)

@@ -98,6 +98,11 @@ func (s *hookStore) SealFor(owner string) blob.Store {
 	return &sealedHook{blob.SealFor(s.Store, owner), s}
 }
 
+// LoadOf implements blob.Sealer.
+func (s *hookStore) LoadOf(ctx context.Context, key string, limit int64) ([]byte, blob.Version, string, error) {
+	return blob.LoadOf(ctx, s.Store, key, limit)
+}
+
 type sealedHook struct {
 	blob.Store
 	hook *hookStore

@@ -143,7 +143,7 @@ func (n *Node) headOf(ctx context.Context, id, name string) (*headDoc, error) {
 	if err != nil {
 		return nil, err
 	}
-	d, err := decodeDoc(h.Doc, name)
+	d, err := decodeDoc(h, name)
 	return &d, err
 }
 

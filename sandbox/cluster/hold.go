@@ -38,8 +38,8 @@ func (n *Node) doc(r *state.Record) (doc []byte, sum string, err error) {
 	return doc, hex.EncodeToString(h[:]), err
 }
 
-func decodeDoc(text []byte, name string) (d headDoc, err error) {
-	if err := json.Unmarshal(text, &d); err != nil {
+func decodeDoc(h *archive.Head, name string) (d headDoc, err error) {
+	if err := json.Unmarshal(h.Doc, &d); err != nil {
 		return d, fmt.Errorf("%w: what a head says of its sandbox: %w", archive.ErrCorrupt, err)
 	}
 	if d.Version != headVersion || d.Record == nil || d.Record.Version != state.RecordVersion {
@@ -47,6 +47,9 @@ func decodeDoc(text []byte, name string) (d headDoc, err error) {
 	}
 	if d.Record.Spec.Name != name || !state.IDPattern.MatchString(d.Record.ID) || !state.IDPattern.MatchString(d.Record.Snapshot) {
 		return d, fmt.Errorf("%w: the head of %s is of %.64q", archive.ErrCorrupt, name, d.Record.Spec.Name)
+	}
+	if is := h.SealedFor(); is != "" && is != d.Metadata.Owner {
+		return d, fmt.Errorf("%w: the head of %s is sealed for another owner than the sandbox's", archive.ErrCorrupt, name)
 	}
 	return d, fits(d.Record.Spec, d.Metadata)
 }
@@ -304,7 +307,7 @@ func (n *Node) pull(ctx context.Context, name string, c *ledger.Claim, now *leas
 	if err != nil {
 		return fmt.Errorf("getting %s from the cluster: %w", name, err)
 	}
-	d, err := decodeDoc(h.Doc, name)
+	d, err := decodeDoc(h, name)
 	if err != nil {
 		return err
 	}

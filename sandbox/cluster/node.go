@@ -138,7 +138,7 @@ func Join(ctx context.Context, h *sandbox.Host, o Options) (*Node, error) {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	l, err := ledger.Open(o.Store, ledger.Options{TTL: o.TTL, Address: o.Address, Key: o.Key})
+	l, err := ledger.Open(blob.Hosts(o.Store), ledger.Options{TTL: o.TTL, Address: o.Address, Key: o.Key})
 	if err != nil {
 		return nil, err
 	}
@@ -233,7 +233,7 @@ var idRE = lazyregexp.New(`^[A-Z2-7]{26,64}$`)
 func (n *Node) id(ctx context.Context) (string, error) {
 	const tries, size = 3, 16 << 10 // more than an id: it may be sealed
 	for try := 1; ; try++ {
-		id, _, err := n.store.Load(ctx, idKey, size)
+		id, _, err := blob.Hosts(n.store).Load(ctx, idKey, size)
 		if errors.Is(err, blob.ErrNotFound) {
 			fresh := rand.Text()
 			if _, err = n.store.Swap(ctx, idKey, "", []byte(fresh)); err == nil {

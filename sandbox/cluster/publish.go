@@ -91,7 +91,7 @@ func (n *Node) known(ctx context.Context, name string, may func(spec.Metadata) e
 	if err != nil {
 		return err
 	}
-	d, err := decodeDoc(h.Doc, name)
+	d, err := decodeDoc(h, name)
 	if err != nil {
 		return err
 	}

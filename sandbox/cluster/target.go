@@ -264,6 +264,11 @@ func (s nearStore) SealFor(owner string) blob.Store {
 	return nearStore{blob.SealFor(s.Store, owner), s.near}
 }
 
+// LoadOf implements blob.Sealer. Manifests are never near.
+func (s nearStore) LoadOf(ctx context.Context, key string, limit int64) ([]byte, blob.Version, string, error) {
+	return blob.LoadOf(ctx, s.Store, key, limit)
+}
+
 // ReadAt implements blob.Store.
 func (s nearStore) ReadAt(ctx context.Context, key string, p []byte, off int64) error {
 	if s.near.has(key) && s.near.dir.ReadAt(ctx, key, p, off) == nil {

@@ -31,11 +31,12 @@ type Keys struct {
 type key struct {
 	id     [keyIDSize]byte
 	secret [secretSize]byte
+	owner  string // empty for one of the hosts
 }
 
-func newKey(secret [secretSize]byte) *key {
+func newKey(secret [secretSize]byte, owner string) *key {
 	sum := sha256.Sum256(append([]byte(format+" key id\x00"), secret[:]...))
-	return &key{[keyIDSize]byte(sum[:]), secret}
+	return &key{[keyIDSize]byte(sum[:]), secret, owner}
 }
 
 // ReadKeys reads a file of keys that nobody but its owner may read. Each line is a key of 64 hexadecimal digits and,
@@ -84,7 +85,7 @@ func parseKeys(text []byte) (*Keys, error) {
 			// The line is not in the error: it may be a key.
 			return nil, fmt.Errorf("line %d: a key is %d hexadecimal digits: openssl rand -hex %d makes one", n, 2*secretSize, secretSize)
 		}
-		one := newKey([secretSize]byte(secret))
+		one := newKey([secretSize]byte(secret), owner)
 		switch {
 		case k.byID[one.id] != nil:
 			return nil, fmt.Errorf("line %d: that key is there twice", n)

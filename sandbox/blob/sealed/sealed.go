@@ -6,12 +6,13 @@
 //	8 bytes    the id of the key: the first ones of SHA-256 of "drowse sealed object 1 key id", a zero byte, the key
 //	1 byte     1 for the last piece of the object, else 0
 //	2 bytes    how many bytes of the object it has; zeros follow these in an object that Put makes
-//	12 bytes   a random nonce
+//	12 bytes   the nonce: random for an object, with the number of the piece XORed into the last 4 bytes
 //	           AES-256-GCM of the piece, with a tag of 16 bytes
 //
 // The AES key is HKDF-SHA-256 of the key, without salt; its info is "drowse sealed object 1", a zero byte and the
 // object's key, so a piece is nowhere valid but in its object. What is authenticated besides are the number of the
-// piece, in 8 bytes, and the 3 bytes above. Numbers are little-endian.
+// piece, in 8 bytes, and the 3 bytes above. Numbers are little-endian. The pieces of an object have one key and one
+// random nonce: those of two contents that it had do not mix.
 package sealed
 
 import (
@@ -79,6 +80,15 @@ func data(n int64, header []byte) []byte {
 	return append(binary.LittleEndian.AppendUint64(make([]byte, 0, 8+nonceAt-keyIDSize), uint64(n)), header[keyIDSize:nonceAt]...)
 }
 
+// nonce is that of an object or, by of, of a piece of it: of a piece's, of returns the object's.
+type nonce [headerSize - nonceAt]byte
+
+func (b nonce) of(n int64) nonce {
+	last := b[len(b)-4:]
+	binary.LittleEndian.PutUint32(last, binary.LittleEndian.Uint32(last)^uint32(n)) //nolint:gosec // MaxObject
+	return b
+}
+
 func pieces(size int64) int64 { return max(1, (size+pieceSize-1)/pieceSize) }
 
 // seal returns the pieces of an object. padded is for one that is read in parts: its last piece is as long as the
@@ -92,6 +102,10 @@ func (s *Store) seal(object string, body []byte, padded bool) ([]byte, error) {
 		return nil, fmt.Errorf("sealing %s: %w", object, err)
 	}
 	count := pieces(int64(len(body)))
+	var base nonce
+	if _, err := rand.Read(base[:]); err != nil {
+		return nil, fmt.Errorf("sealing %s: %w", object, err)
+	}
 	out := make([]byte, 0, count*sealedSize)
 	for n := range count {
 		piece := body[n*pieceSize : min((n+1)*pieceSize, int64(len(body)))]
@@ -104,22 +118,22 @@ func (s *Store) seal(object string, body []byte, padded bool) ([]byte, error) {
 			}
 		}
 		out = binary.LittleEndian.AppendUint16(append(append(out, s.key.id[:]...), last), used)
-		out = out[:at+headerSize]
+		of := base.of(n)
+		out = append(out, of[:]...)
 		header := out[at:]
-		if _, err := rand.Read(header[nonceAt:]); err != nil {
-			return nil, fmt.Errorf("sealing %s: %w", object, err)
-		}
 		out = aead.Seal(out, header[nonceAt:], piece, data(n, header))
 	}
 	return out, nil
 }
 
-// open appends the plain bytes of an object's pieces to out: of those from the number first on, or of all of them.
-func (s *Store) open(out []byte, object string, body []byte, first int64, all bool) ([]byte, error) {
-	broken := func(why string) ([]byte, error) {
-		return nil, fmt.Errorf("%w: %.100s: %s", blob.ErrCorrupt, object, why)
+// open appends the plain bytes of an object's pieces to out: of those from the number first on, or of all of them. It
+// also returns the key that they are sealed under.
+func (s *Store) open(out []byte, object string, body []byte, first int64, all bool) ([]byte, *key, error) {
+	broken := func(why string) ([]byte, *key, error) {
+		return nil, nil, fmt.Errorf("%w: %.100s: %s", blob.ErrCorrupt, object, why)
 	}
 	var with *key
+	var base nonce
 	var aead cipher.AEAD
 	for n := first; ; n++ {
 		piece := body[:min(sealedSize, len(body))]
@@ -128,14 +142,17 @@ func (s *Store) open(out []byte, object string, body []byte, first int64, all bo
 		}
 		k := s.keys.byID[[keyIDSize]byte(piece)]
 		if k == nil {
-			return nil, fmt.Errorf("%w: %.100s: it is not sealed, or under the key %x: add that to the keys of this host", blob.ErrNoKey, object, piece[:keyIDSize])
+			return nil, nil, fmt.Errorf("%w: %.100s: it is not sealed, or under the key %x: add that to the keys of this host", blob.ErrNoKey, object, piece[:keyIDSize])
 		}
 		var err error
-		if k != with {
+		if with == nil {
 			if aead, err = k.aead(object); err != nil {
-				return nil, fmt.Errorf("opening %s: %w", object, err)
+				return nil, nil, fmt.Errorf("opening %s: %w", object, err)
 			}
-			with = k
+			with, base = k, nonce(piece[nonceAt:headerSize]).of(n)
+		}
+		if k != with || base != nonce(piece[nonceAt:headerSize]).of(n) {
+			return broken("a piece of it is not of what was sealed with the others")
 		}
 		at := len(out)
 		if out, err = aead.Open(out, piece[nonceAt:headerSize], piece[headerSize:], data(n, piece)); err != nil {
@@ -153,7 +170,7 @@ func (s *Store) open(out []byte, object string, body []byte, first int64, all bo
 		case all && !last:
 			return broken("it is cut")
 		default:
-			return out, nil
+			return out, with, nil
 		}
 	}
 }
@@ -186,7 +203,7 @@ func (s *Store) ReadAt(ctx context.Context, object string, p []byte, off int64) 
 	if err := s.Store.ReadAt(ctx, object, b, first*sealedSize); err != nil {
 		return err
 	}
-	plain, err := s.open(make([]byte, 0, count*pieceSize), object, b, first, false)
+	plain, _, err := s.open(make([]byte, 0, count*pieceSize), object, b, first, false)
 	if err != nil {
 		return err
 	}
@@ -199,18 +216,24 @@ func (s *Store) ReadAt(ctx context.Context, object string, p []byte, off int64) 
 
 // Load implements blob.Store.
 func (s *Store) Load(ctx context.Context, object string, limit int64) ([]byte, blob.Version, error) {
+	body, v, _, err := s.LoadOf(ctx, object, limit)
+	return body, v, err
+}
+
+// LoadOf implements blob.Sealer.
+func (s *Store) LoadOf(ctx context.Context, object string, limit int64) (body []byte, v blob.Version, owner string, err error) {
 	b, v, err := s.Store.Load(ctx, object, pieces(min(limit, MaxObject))*sealedSize)
 	if err != nil {
-		return nil, "", err
+		return nil, "", "", err
 	}
-	plain, err := s.open(make([]byte, 0, len(b)), object, b, 0, true)
+	plain, k, err := s.open(make([]byte, 0, len(b)), object, b, 0, true)
 	if err == nil && int64(len(plain)) > limit {
 		err = fmt.Errorf("%w: %.100s has %d bytes, and %d are allowed", blob.ErrKey, object, len(plain), limit)
 	}
 	if err != nil {
-		return nil, "", err
+		return nil, "", "", err
 	}
-	return plain, v, nil
+	return plain, v, k.owner, nil
 }
 
 // Swap implements blob.Store.

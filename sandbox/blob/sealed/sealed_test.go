@@ -219,6 +219,58 @@ func TestAttack_store_that_changes_an_object(t *testing.T) {
 	}
 }
 
+// What an object had at two times, and what others have sealed for it, does not mix.
+func TestAttack_store_that_mixes_contents_of_an_object(t *testing.T) {
+	ctx := t.Context()
+	d := dir(t)
+	both := keys(t, keyA, keyB+" alice")
+	s := sealed.New(d, both)
+	raw := func() ([]byte, blob.Version) {
+		b, v, err := d.Load(ctx, "families/box", blob.MaxObject)
+		must(t, err)
+		return b, v
+	}
+	v, err := s.Swap(ctx, "families/box", "", content(3*4096))
+	must(t, err)
+	first, _ := raw()
+	v, err = s.Swap(ctx, "families/box", v, bytes.Repeat([]byte("a"), 3*4096))
+	must(t, err)
+	second, _ := raw()
+	_, err = blob.SealFor(s, "alice").Swap(ctx, "families/box", v, content(3*4096))
+	must(t, err)
+	hers, _ := raw()
+	const step = 4096 + 39
+	for name, mixed := range map[string][]byte{
+		"an earlier end":       append(bytes.Clone(second[:2*step]), first[2*step:]...),
+		"an earlier beginning": append(bytes.Clone(first[:step]), second[step:]...),
+		"her middle":           append(append(bytes.Clone(second[:step]), hers[step:2*step]...), second[2*step:]...),
+	} {
+		_, v := raw()
+		_, err := d.Swap(ctx, "families/box", v, mixed)
+		must(t, err)
+		if _, _, err := s.Load(ctx, "families/box", blob.MaxObject); !errors.Is(err, blob.ErrCorrupt) {
+			t.Errorf("%s: loading it: %v", name, err)
+		}
+		if err := s.ReadAt(ctx, "families/box", make([]byte, 2*4096), 100); !errors.Is(err, blob.ErrCorrupt) {
+			t.Errorf("%s: reading it: %v", name, err)
+		}
+	}
+}
+
+func TestLoadOf_says_for_whom_an_object_was_sealed(t *testing.T) {
+	ctx := t.Context()
+	s := sealed.New(dir(t), keys(t, keyA, keyB+" alice"))
+	for owner, of := range map[string]string{"alice": "alice", "bob": "", "": ""} {
+		must(t, blob.SealFor(s, owner).Put(ctx, "o"+owner, []byte("x")))
+		if _, _, is, err := blob.LoadOf(ctx, s, "o"+owner, 1); err != nil || is != of {
+			t.Errorf("that of %q is of %q, %v", owner, is, err)
+		}
+		if _, _, err := blob.Hosts(s).Load(ctx, "o"+owner, 1); errors.Is(err, blob.ErrCorrupt) != (of != "") {
+			t.Errorf("hosts take that of %q: %v", owner, err)
+		}
+	}
+}
+
 func TestSealFor_seals_under_the_key_of_an_owner_that_has_one(t *testing.T) {
 	ctx := t.Context()
 	d := dir(t)
