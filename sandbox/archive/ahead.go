@@ -134,6 +134,9 @@ func (h *Ahead) PushHead(ctx context.Context, s *state.Store, i Info, snap strin
 	}
 	stored, m.Stored = stored+size, size
 	for _, f := range files {
+		if err == nil && f.Size > maxEntry-m.Size {
+			err = errTooMuch
+		}
 		m.Files = append(m.Files, f.entryFile)
 		m.Size, m.Stored = m.Size+f.Size, m.Stored+f.stored
 	}

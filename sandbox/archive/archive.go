@@ -137,6 +137,9 @@ func (a *Archive) Put(ctx context.Context, kind Kind, i Info, send func(put func
 	m := manifest{Version: manifestVersion, Info: i, Data: dataOf(kind, i.ID) + rand.Text()}
 	m.Put, m.Size, m.Stored = begin.UTC().Truncate(time.Second), 0, 0
 	err = send(func(f snapshot.SentFile, r io.Reader) error {
+		if f.Size > maxEntry-m.Size {
+			return errTooMuch
+		}
 		ref, stored, err := put(ctx, a.storeOf(kind), m.file(len(m.Files)), r, f.Size)
 		if err != nil {
 			return err
@@ -240,9 +243,13 @@ func (a *Archive) manifest(ctx context.Context, kind Kind, id string) (*manifest
 const (
 	// maxFiles is more than a snapshot has.
 	maxFiles = 1 + snapshot.MaxFiles + snapshot.MaxExtraFiles
+	// maxEntry is the most bytes of all files of an entry. It bounds the memory for their indexes, to 400 MiB.
+	maxEntry = 2 << 40
 	// maxNumber bounds the numbers of files that were put ahead.
 	maxNumber = 16 * maxFiles
 )
+
+var errTooMuch = fmt.Errorf("its files have more than %d bytes together", int64(maxEntry))
 
 func decodeManifest(doc []byte) (*manifest, error) {
 	var m manifest
@@ -265,10 +272,13 @@ func decodeManifest(doc []byte) (*manifest, error) {
 	case len(m.Files) > maxFiles:
 		return nil, fmt.Errorf("it has %d files", len(m.Files))
 	}
-	keys := map[string]bool{}
+	keys, plain := map[string]bool{}, int64(0)
 	for i, f := range m.Files {
 		if sum, err := hex.DecodeString(f.Index); err != nil || len(sum) != 32 || f.Size < 0 || f.Size > maxFile {
 			return nil, fmt.Errorf("its file %.80q has no hash or an impossible size", f.Name)
+		}
+		if plain += f.Size; plain > maxEntry {
+			return nil, errTooMuch
 		}
 		if key := m.file(i); f.At < 0 || f.At > maxNumber || f.At != 0 && m.Version < aheadVersion || keys[key] {
 			return nil, fmt.Errorf("its file %.80q has the impossible number %d", f.Name, f.At)
@@ -427,8 +437,41 @@ type Swept struct {
 }
 
 // Sweep removes the objects of puts that were cut. It trusts no list: it removes what it finds only after it has read
-// that no manifest names it, and nothing that has changed in the last 24 hours, since a put ends before that.
-func (a *Archive) Sweep(ctx context.Context) (out Swept, err error) { return a.sweep(ctx, time.Now()) }
+// that no manifest names it, and nothing that has changed in the last 24 hours, since a put ends before that. It counts
+// these by the store's clock alone. What it cannot read keeps nothing else, and neither does what it has no key for,
+// which is left to hosts that have one.
+func (a *Archive) Sweep(ctx context.Context) (out Swept, err error) {
+	now, err := a.Now(ctx)
+	if err != nil {
+		return out, err
+	}
+	return a.sweep(ctx, now)
+}
+
+// Now returns the time by the clock of the store.
+func (a *Archive) Now(ctx context.Context) (now time.Time, err error) {
+	key := dataPrefix + "clock-" + strings.Repeat("0", 32) + "-" + rand.Text() + "/0" // what stays of it is swept
+	if err := a.store.Put(ctx, key, []byte("x")); err != nil {
+		return now, fmt.Errorf("asking the store for the time: %w", err)
+	}
+	defer func() { err = errors.Join(err, a.store.Delete(ctx, key)) }()
+	err = a.store.List(ctx, key, func(i blob.Info) error {
+		if i.Key == key {
+			now = i.Changed
+		}
+		return nil
+	})
+	if err == nil && now.IsZero() {
+		err = errors.New("its list lacks what was just put")
+	}
+	if err != nil {
+		return now, fmt.Errorf("asking the store for the time: %w", err)
+	}
+	return now, nil
+}
+
+// maxFailures is how many entries that cannot be read are told of.
+const maxFailures = 8
 
 func (a *Archive) sweep(ctx context.Context, now time.Time) (out Swept, err error) {
 	type attempt struct {
@@ -451,6 +494,7 @@ func (a *Archive) sweep(ctx context.Context, now time.Time) (out Swept, err erro
 	}); err != nil {
 		return out, err
 	}
+	var failures []error
 	for name, at := range found {
 		parts := strings.Split(name, "-") // kind, id, random
 		if len(parts) != 3 || now.Sub(at.changed) < minSweep {
@@ -460,8 +504,14 @@ func (a *Archive) sweep(ctx context.Context, now time.Time) (out Swept, err erro
 		if err == nil && m.Data == dataPrefix+name {
 			continue
 		}
-		if err != nil && !errors.Is(err, ErrNotFound) {
-			return out, err // it may name them
+		if err != nil && !errors.Is(err, ErrNotFound) { // it may name them
+			if ctx.Err() != nil {
+				return out, err
+			}
+			if len(failures) < maxFailures && !errors.Is(err, blob.ErrNoKey) {
+				failures = append(failures, err)
+			}
+			continue
 		}
 		for _, o := range at.objects {
 			if err := a.store.Delete(ctx, o.Key); err != nil {
@@ -470,5 +520,5 @@ func (a *Archive) sweep(ctx context.Context, now time.Time) (out Swept, err erro
 			out.Objects, out.Bytes = out.Objects+1, out.Bytes+o.Size
 		}
 	}
-	return out, nil
+	return out, errors.Join(failures...)
 }

@@ -338,6 +338,83 @@ func TestSweep_leaves_what_is_young_or_named(t *testing.T) {
 	}
 }
 
+// skewed is a store whose clock is wrong, or right where the host's is wrong.
+type skewed struct {
+	blob.Store
+	by time.Duration
+}
+
+func (s skewed) List(ctx context.Context, prefix string, each func(blob.Info) error) error {
+	return s.Store.List(ctx, prefix, func(i blob.Info) error { i.Changed = i.Changed.Add(s.by); return each(i) })
+}
+
+func TestAttack_clock_of_a_host_that_is_days_ahead_sweeps_what_is_being_put(t *testing.T) {
+	for _, by := range []time.Duration{-48 * time.Hour, 48 * time.Hour} {
+		s := skewed{newStore(t), by}
+		a := Open(s)
+		want := some(1)
+		_, err := a.Put(t.Context(), Snapshots, Info{ID: id1}, func(put func(f snapshot.SentFile, r io.Reader) error) error {
+			if err := want.send(put); err != nil {
+				return err
+			}
+			swept, err := a.Sweep(t.Context())
+			if swept.Objects != 0 {
+				t.Errorf("%v: %+v", by, swept)
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := getAll(t.Context(), a, id1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		wantAll(t, got, want)
+		if left := keys(t, s); len(left) == 0 || strings.Contains(strings.Join(left, " "), "clock") {
+			t.Errorf("%v: left: %q", by, left)
+		}
+	}
+}
+
+func TestAttack_manifest_that_nobody_can_read_keeps_all_garbage(t *testing.T) {
+	s := newStore(t)
+	kept, cut := dataOf(Snapshots, id1)+"A/0/0", dataOf(Snapshots, id2)+"B/0/0"
+	for _, k := range []string{string(Snapshots) + "/" + id1, kept, cut} {
+		if err := s.Put(t.Context(), k, []byte("x")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	swept, err := Open(s).sweep(t.Context(), time.Now().Add(25*time.Hour))
+	if !errors.Is(err, ErrCorrupt) || swept.Objects != 1 {
+		t.Errorf("%+v, %v", swept, err)
+	}
+	if left := keys(t, s); len(left) != 2 || !slices.Contains(left, kept) {
+		t.Errorf("left: %q", left)
+	}
+}
+
+func TestAttack_manifest_names_files_whose_indexes_fill_the_memory(t *testing.T) {
+	s := newStore(t)
+	m := manifest{Version: manifestVersion, Info: Info{ID: id1}, Data: dataOf(Snapshots, id1) + "X"}
+	for range 5 {
+		m.Files = append(m.Files, entryFile{SentFile: snapshot.SentFile{Name: "f", Size: maxFile}, Index: strings.Repeat("0", 64)})
+	}
+	if err := commit(t.Context(), s, string(Snapshots)+"/"+id1, &m); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(s).Get(t.Context(), Snapshots, id1); !errors.Is(err, ErrCorrupt) {
+		t.Errorf("got %v", err)
+	}
+	// Neither can one be made.
+	_, err := Open(s).Put(t.Context(), Snapshots, Info{ID: id2}, func(put func(f snapshot.SentFile, r io.Reader) error) error {
+		return put(snapshot.SentFile{Name: "f", Size: maxEntry + 1}, strings.NewReader(""))
+	})
+	if !errors.Is(err, errTooMuch) {
+		t.Errorf("got %v", err)
+	}
+}
+
 func TestPut_of_many_at_once_makes_one(t *testing.T) {
 	s := newStore(t)
 	var won atomic.Int64

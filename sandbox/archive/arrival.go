@@ -336,7 +336,7 @@ func (a *Arrival) fly(w *awaitedFile, fl *flight, frames []int, urgent bool) {
 	after := here
 	if fl.err != nil {
 		after = nil
-		if errors.Is(fl.err, ErrCorrupt) || errors.Is(fl.err, ErrNotFound) {
+		if Lost(fl.err) {
 			a.lose(fl.err)
 		}
 	} else {
@@ -349,6 +349,13 @@ func (a *Arrival) fly(w *awaitedFile, fl *flight, frames []int, urgent bool) {
 	w.mu.Unlock()
 	close(fl.done)
 }
+
+// LostTries is how often the store must say that something is damaged or gone, before it is lost: what may be between
+// it and this host can be wrong for once, and a guest that has lost a page is lost with all that it has done.
+const LostTries = 3
+
+// Lost reports whether an error says that what the store should have is damaged or gone.
+func Lost(err error) bool { return errors.Is(err, ErrCorrupt) || errors.Is(err, ErrNotFound) }
 
 // read reads frames and writes them.
 func (a *Arrival) read(w *awaitedFile, frames []int, urgent bool) error {
@@ -368,7 +375,18 @@ func (a *Arrival) read(w *awaitedFile, frames []int, urgent bool) error {
 		}
 		run := frames[:n]
 		frames = frames[n:]
-		g.Go(func() error { return a.readRun(ctx, w, run, size, urgent) })
+		g.Go(func() error {
+			for try := 1; ; try++ {
+				if err := a.readRun(ctx, w, run, size, urgent); !Lost(err) || try == LostTries {
+					return err
+				}
+				select {
+				case <-time.After(arrivalRest):
+				case <-ctx.Done():
+					return context.Cause(ctx)
+				}
+			}
+		})
 	}
 	return g.Wait()
 }

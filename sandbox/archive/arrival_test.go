@@ -343,6 +343,62 @@ func TestArrival_of_what_is_damaged_or_gone_is_lost(t *testing.T) {
 	}
 }
 
+// flaky says of the first reads of memory, a few times, that what is there is not, or something else.
+type flaky struct {
+	blob.Store
+	gone bool
+	mu   sync.Mutex // guards seen
+	seen map[string]int
+}
+
+func (f *flaky) ReadAt(ctx context.Context, key string, p []byte, off int64) error {
+	f.mu.Lock()
+	at := fmt.Sprint(key, " ", off)
+	f.seen[at]++
+	bad := f.seen[at] < archive.LostTries && len(f.seen) <= 4
+	f.mu.Unlock()
+	if bad && f.gone {
+		return blob.ErrNotFound
+	}
+	err := f.Store.ReadAt(ctx, key, p, off)
+	if bad && err == nil {
+		p[len(p)/2] ^= 1
+	}
+	return err
+}
+
+func TestAttack_answer_that_is_wrong_for_once_loses_all_memory(t *testing.T) {
+	for _, gone := range []bool{false, true} {
+		w := newWorld(t)
+		h, err := w.a.Head(t.Context(), w.head)
+		must(t, err)
+		began, err := h.PullLater(t.Context(), w.to, archive.NewLine())
+		must(t, err)
+		must(t, began.Close())
+		h, err = archive.Open(&readsOf{w.store, &flaky{Store: w.store, gone: gone, seen: map[string]int{}}}).Head(t.Context(), w.head)
+		must(t, err)
+		a, err := h.Resume(t.Context(), w.to, archive.NewLine(), w.id)
+		must(t, err)
+		must(t, a.Run(t.Context()))
+		must(t, a.Close())
+		must(t, w.to.Arrived(t.Context(), w.id))
+		w.isWhole(t)
+	}
+}
+
+// readsOf is a store whose packs of memory another one reads.
+type readsOf struct {
+	blob.Store
+	memory blob.Store
+}
+
+func (r *readsOf) ReadAt(ctx context.Context, key string, p []byte, off int64) error {
+	if strings.Contains(key, "/2/") { // behind the document and the manifest
+		return r.memory.ReadAt(ctx, key, p, off)
+	}
+	return r.Store.ReadAt(ctx, key, p, off)
+}
+
 // pack returns the key of a pack of the memory.
 func (w *world) pack(t testing.TB, n int) (key string) {
 	t.Helper()

@@ -106,7 +106,7 @@ func (e *arriving) lives() bool {
 
 // finish opens an arrival, if that is not done, reads the rest, and makes the snapshot whole.
 func (n *Node) finish(ctx context.Context, e *arriving) (err error) {
-	for e.a == nil {
+	for try := 1; e.a == nil; try++ {
 		h, err := n.archive.Head(ctx, e.head)
 		if err == nil {
 			e.a, err = h.Resume(ctx, n.state, n.arrivals.line, e.id)
@@ -114,7 +114,7 @@ func (n *Node) finish(ctx context.Context, e *arriving) (err error) {
 		if err == nil {
 			break
 		}
-		if lost(err) {
+		if archive.Lost(err) && try >= archive.LostTries {
 			return fmt.Errorf("%w: %w", arrival.ErrLost, err)
 		}
 		n.log.Warn("going on to get memory from the cluster", "sandbox", e.name, "error", err)
@@ -149,11 +149,6 @@ func (n *Node) finish(ctx context.Context, e *arriving) (err error) {
 			return fmt.Errorf("%w: %w", arrival.ErrLost, err)
 		}
 	}
-}
-
-// lost reports whether an error says that an object is not what it was.
-func lost(err error) bool {
-	return errors.Is(err, archive.ErrCorrupt) || errors.Is(err, archive.ErrNotFound)
 }
 
 // ahead gets what the guest needs to be ready, before it faults. What it needs next comes in the background.
@@ -208,7 +203,7 @@ func (n *Node) answer(ctx context.Context, r arrival.Request) error {
 		return e.err
 	}
 	err := e.a.Ensure(ctx, r.File, r.Off, r.Len)
-	if err != nil && lost(err) {
+	if archive.Lost(err) {
 		err = fmt.Errorf("%w: %w", arrival.ErrLost, err)
 	}
 	return err

@@ -409,7 +409,7 @@ func (n *Node) look(ctx context.Context) error {
 		n.near.tidy(time.Now())
 		if time.Since(swept) > sweepEvery {
 			swept = time.Now()
-			if err := n.sweep(ctx, swept); err != nil && ctx.Err() == nil {
+			if err := n.sweep(ctx); err != nil && ctx.Err() == nil {
 				n.log.Warn("looking for heads that nobody needs", "error", err)
 			}
 		}
@@ -531,7 +531,11 @@ func (n *Node) forget(ctx context.Context, name string) error {
 
 // sweep removes heads that no sandbox needs: those that a host has put although it had lost its claim. It asks the
 // ledger of each that it finds, after it has found it.
-func (n *Node) sweep(ctx context.Context, now time.Time) error {
+func (n *Node) sweep(ctx context.Context) error {
+	now, err := n.archive.Now(ctx)
+	if err != nil {
+		return err
+	}
 	var old []string
 	if err := n.store.List(ctx, string(archive.Heads)+"/", func(i blob.Info) error {
 		if now.Sub(i.Changed) > sweepAge {
@@ -543,29 +547,39 @@ func (n *Node) sweep(ctx context.Context, now time.Time) error {
 	}
 	var errs []error
 	for _, id := range old {
-		h, err := n.archive.Get(ctx, archive.Heads, id)
-		if errors.Is(err, archive.ErrNotFound) {
-			continue
+		err := n.sweepHead(ctx, id)
+		if err != nil && ctx.Err() != nil {
+			return err
 		}
-		if err != nil {
+		// A host that has the key does it.
+		if err != nil && !errors.Is(err, blob.ErrNoKey) && len(errs) < maxFailures {
 			errs = append(errs, err)
-			continue
 		}
-		f, err := n.ledger.Family(ctx, h.Name)
-		switch {
-		case errors.Is(err, ledger.ErrNotFound):
-		case err != nil:
-			errs = append(errs, err)
-			continue
-		default:
-			if _, needed := f.Snapshots[id]; needed {
-				continue
-			}
-		}
-		errs = append(errs, n.archive.RemoveHead(ctx, id))
 	}
-	_, err := n.archive.Sweep(ctx)
+	_, err = n.archive.Sweep(ctx)
 	return errors.Join(append(errs, err)...)
+}
+
+// maxFailures is how many heads that cannot be read are told of.
+const maxFailures = 8
+
+// sweepHead removes a head unless its sandbox needs it.
+func (n *Node) sweepHead(ctx context.Context, id string) error {
+	h, err := n.archive.Get(ctx, archive.Heads, id)
+	if errors.Is(err, archive.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	f, err := n.ledger.Family(ctx, h.Name)
+	if err != nil && !errors.Is(err, ledger.ErrNotFound) {
+		return err
+	}
+	if err == nil && hasSnapshot(f, id) {
+		return nil
+	}
+	return n.archive.RemoveHead(ctx, id)
 }
 
 var _ lease.Cluster = (*Node)(nil)

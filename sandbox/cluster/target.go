@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/archive"
@@ -53,9 +54,12 @@ const (
 	roomTime = time.Second
 	// wakeTime bounds the claim and the wake of a sandbox that has moved here.
 	wakeTime = 5 * time.Minute
-	// nearAtOnce objects are fetched ahead at once, and kept for nearTime.
+	// nearAtOnce objects are fetched ahead at once, and kept for nearTime. They have at most maxNear bytes, and leave
+	// 1/nearFree of the file system free.
 	nearAtOnce = 4
 	nearTime   = 15 * time.Minute
+	maxNear    = 64 << 30
+	nearFree   = 10
 )
 
 // serveMove answers another host that moves a sandbox to this one.
@@ -159,11 +163,21 @@ func (n *Node) takeOver(name, id string) error {
 // near is a copy of objects of the store that sandboxes will need which are about to move here. Any of it may go at any
 // time: then it is read from the store.
 type near struct {
-	root string
-	dir  *blob.Dir
+	root  string
+	dir   *blob.Dir
+	turns chan struct{} // nearAtOnce places, which bound the memory of all fetches
+	free  func() (spare int64, err error)
 
-	mu    sync.Mutex
-	heads map[string]time.Time // until when their objects are kept
+	mu    sync.Mutex // guards all below
+	heads map[string]*nearHead
+	bytes int64
+}
+
+// nearHead is what is near of a head.
+type nearHead struct {
+	users int       // fetches that are under way
+	until time.Time // for when it is kept after the last
+	bytes int64
 }
 
 // openNear opens an empty one.
@@ -172,26 +186,42 @@ func openNear(root string) (*near, error) {
 		return nil, err
 	}
 	dir, err := blob.OpenDir(root)
-	return &near{root: root, dir: dir, heads: map[string]time.Time{}}, err
+	c := &near{root: root, dir: dir, turns: make(chan struct{}, nearAtOnce), heads: map[string]*nearHead{}}
+	c.free = func() (int64, error) {
+		var st unix.Statfs_t
+		if err := unix.Statfs(root, &st); err != nil {
+			return 0, err
+		}
+		return (int64(st.Bavail) - int64(st.Blocks)/nearFree) * st.Bsize, nil //nolint:gosec // blocks of a file system
+	}
+	return c, err
 }
 
-// fetch gets objects of a head that are not here yet.
+// fetch gets objects of a head that are not here yet, as far as there is room.
 func (c *near) fetch(ctx context.Context, from blob.Store, head string, objects []archive.Object) error {
 	for _, o := range objects {
 		if !archive.IsAhead(o.Key, head) || o.Size <= 0 || o.Size > blob.MaxObject {
 			return fmt.Errorf("%w: %.200q is not of the head %.40q", blob.ErrKey, o.Key, head)
 		}
 	}
-	if len(objects) > 0 {
-		c.mu.Lock()
-		c.heads[head] = time.Now().Add(nearTime)
-		c.mu.Unlock()
+	if len(objects) == 0 {
+		return nil
 	}
+	h := c.use(head)
 	g, ctx := errgroup.WithContext(ctx)
 	g.SetLimit(nearAtOnce)
 	for _, o := range objects {
 		g.Go(func() error {
 			if c.dir.ReadAt(ctx, o.Key, make([]byte, 1), o.Size-1) == nil {
+				return nil
+			}
+			select {
+			case c.turns <- struct{}{}:
+				defer func() { <-c.turns }()
+			case <-ctx.Done():
+				return context.Cause(ctx)
+			}
+			if !c.reserve(head, h, o.Size) {
 				return nil
 			}
 			body := make([]byte, o.Size)
@@ -205,22 +235,65 @@ func (c *near) fetch(ctx context.Context, from blob.Store, head string, objects 
 			return err
 		})
 	}
-	if err := g.Wait(); err != nil {
+	err := g.Wait()
+	if !c.done(head, h) {
+		c.clear(head) // it was dropped meanwhile
+	}
+	if err != nil {
 		c.drop(head)
 		return fmt.Errorf("getting what it needs ahead: %w", err)
 	}
 	return nil
 }
 
+// use begins a fetch, which done ends. done reports whether its head was not dropped.
+func (c *near) use(head string) *nearHead {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	h := c.heads[head]
+	if h == nil {
+		h = &nearHead{}
+		c.heads[head] = h
+	}
+	h.users++
+	return h
+}
+
+func (c *near) done(head string, h *nearHead) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	h.users--
+	h.until = time.Now().Add(nearTime)
+	return c.heads[head] == h
+}
+
+// reserve reports whether there is room for an object.
+func (c *near) reserve(head string, h *nearHead, size int64) bool {
+	spare, err := c.free()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err != nil || spare < size || size > maxNear-c.bytes || c.heads[head] != h {
+		return false
+	}
+	h.bytes, c.bytes = h.bytes+size, c.bytes+size
+	return true
+}
+
 // drop removes the objects of a head.
 func (c *near) drop(head string) {
 	c.mu.Lock()
-	_, there := c.heads[head]
-	delete(c.heads, head)
-	c.mu.Unlock()
-	if !there {
-		return
+	h := c.heads[head]
+	if h != nil {
+		delete(c.heads, head)
+		c.bytes -= h.bytes
 	}
+	c.mu.Unlock()
+	if h != nil {
+		c.clear(head)
+	}
+}
+
+func (c *near) clear(head string) {
 	dirs, _ := filepath.Glob(filepath.Join(c.root, filepath.FromSlash(archive.AheadPrefix(head))+"*"))
 	for _, d := range dirs {
 		_ = os.RemoveAll(d) // else the next process does it
@@ -231,8 +304,8 @@ func (c *near) drop(head string) {
 func (c *near) tidy(now time.Time) {
 	c.mu.Lock()
 	var old []string
-	for head, until := range c.heads {
-		if now.After(until) {
+	for head, h := range c.heads {
+		if h.users == 0 && now.After(h.until) {
 			old = append(old, head)
 		}
 	}
