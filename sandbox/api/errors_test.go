@@ -80,6 +80,7 @@ var sentinels = map[string]answered{
 	"spec.ErrUnreachable":        {spec.ErrUnreachable, "unreachable", 503, ""},
 	"spec.ErrElsewhere":          {spec.ErrElsewhere, "elsewhere", 409, ""},
 	"spec.ErrUnclaimed":          {spec.ErrUnclaimed, "unclaimed", 409, ""},
+	"spec.ErrNoKey":              {spec.ErrNoKey, "no-key", 409, ""},
 	"spec.ErrArriving":           {spec.ErrArriving, "arriving", 409, ""},
 	"spec.ErrTarget":             {spec.ErrTarget, "target", 409, ""},
 	"spec.ErrPersistLimit":       {spec.ErrPersistLimit, "persist-limit", 409, ""},

@@ -595,7 +595,7 @@ var statuses = byCode(map[int][]records.Code{
 	http.StatusConflict: {
 		"exists", "running", "not-running", "expired", "crashed", "ended", "stopped", "hooks", "host-hooks", "promote", "drop", "persist-limit", "secrets",
 		"snapshot-exists", "snapshot-in-use", "image-in-use", "snapshot-foreign", "foreign-snapshot", "foreign", "version", "disk-only", "disk-in-use", "disk-version",
-		"kernel-feature", "volume-in-use", "volume-stale", "volume-dirty", "volume-read-only", "share-unusable", "elsewhere", "unclaimed", "arriving", "target", "not-frozen", "network-busy", "guest-too-old",
+		"kernel-feature", "volume-in-use", "volume-stale", "volume-dirty", "volume-read-only", "share-unusable", "elsewhere", "unclaimed", "no-key", "arriving", "target", "not-frozen", "network-busy", "guest-too-old",
 		codeGuestExists, codeGuestDenied, codeGuestRefused,
 	},
 	http.StatusPreconditionFailed:           {wire.CodePrecondition},

@@ -30,8 +30,8 @@ type farStore struct {
 	perSecond   float64    // bytes; 0 is no limit
 	free        time.Time
 	files       map[string]int // bytes of each file of a head
-	// refuse has reads of the memory of heads fail.
-	refuse atomic.Bool
+	// refuse has reads of the memory of heads fail, and cut all that is asked of the store.
+	refuse, cut atomic.Bool
 }
 
 // rate sets how many bytes come in a second; 0 is no limit.
@@ -44,7 +44,7 @@ func (s *farStore) rate(perSecond float64) {
 var errDown = errors.New("the network is down")
 
 func (s *farStore) wait(ctx context.Context, key string, n int) error {
-	if s.down.Load() {
+	if s.down.Load() || s.cut.Load() {
 		return errDown
 	}
 	if s.refuse.Load() && memoryRE.MatchString(key) {
@@ -94,6 +94,9 @@ func (s *farStore) Load(ctx context.Context, key string, limit int64) ([]byte, b
 
 // Swap implements blob.Store.
 func (s *farStore) Swap(ctx context.Context, key string, old blob.Version, body []byte) (blob.Version, error) {
+	if s.cut.Load() {
+		return "", errDown
+	}
 	if !s.down.Load() { // the session goes on: only the memory is out of reach
 		time.Sleep(s.rtt)
 	}

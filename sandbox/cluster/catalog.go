@@ -139,7 +139,7 @@ func (c *Catalog) Published(ctx context.Context, name string) (state.Other, erro
 
 // headOf returns what a head says of its sandbox.
 func (n *Node) headOf(ctx context.Context, id, name string) (*headDoc, error) {
-	h, err := n.archive.Head(ctx, id)
+	h, err := n.head(ctx, id)
 	if err != nil {
 		return nil, err
 	}

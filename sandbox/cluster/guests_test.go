@@ -21,6 +21,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
 	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
+	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -189,6 +190,53 @@ func TestGuest_runs_before_its_memory_has_arrived(t *testing.T) {
 	b.still("box", sum, &count)
 	b.sleep("box")
 	a.still("box", sum, &count)
+}
+
+// A guest whose memory is on its way stands still while its host has no lease, since it cannot sleep, and then goes on
+// with what it has done.
+func TestGuest_stands_still_while_the_store_is_away(t *testing.T) {
+	near := dir(t)
+	far := &farStore{Store: near}
+	const ttl = 15 * time.Second
+	a, b := realHost(t, "a", near, cluster.Options{TTL: ttl}), realHost(t, "b", far, cluster.Options{TTL: ttl})
+	_, err := a.Create(t.Context(), sandbox.Spec{Name: "box", Image: guesttest.ImageTag, MemoryMiB: 256}, sandbox.CreateOptions{Boot: true})
+	must(t, err)
+	a.starts("box", "python3", "-I", "-S", "-c", hoarder)
+	a.says("box", "while ! test -e /dev/shm/n; do sleep 0.1; done")
+	sum, count := a.says("box", "cat /dev/shm/sum"), a.number("box", "/dev/shm/n")
+	a.sleep("box")
+	far.rate(2e6)
+	_, err = b.Sandbox("box").Wake(t.Context())
+	must(t, err)
+	b.says("box", "echo since-its-wake > /dev/shm/work")
+	r, err := b.State.Get("box")
+	must(t, err)
+	far.cut.Store(true)
+	if !b.State.IsArriving(r.Snapshot) {
+		t.Fatal("all of its memory is there")
+	}
+	leases := lease.In(b.State.Dir())
+	eventually(t, "the lease has ended", func() bool { _, _, _, err := leases.Left("box"); return errors.Is(err, spec.ErrUnclaimed) })
+	eventually(t, "it is frozen", func() bool {
+		if b.phase("box") != state.Running {
+			t.Fatalf("it is %q", b.phase("box"))
+		}
+		info, err := b.Sandbox("box").Info(t.Context())
+		return err == nil && strings.HasPrefix(info.Problem, "frozen")
+	})
+	far.rate(0)
+	far.cut.Store(false)
+	eventually(t, "it goes on", func() bool {
+		var out strings.Builder
+		_, err := b.Sandbox("box").Exec(t.Context(), guest.Cmd{Argv: []string{"cat", "/dev/shm/work"}, IO: guest.IO{Stdout: &out}})
+		return err == nil && out.String() == "since-its-wake\n"
+	})
+	b.still("box", sum, &count)
+	b.sleep("box")
+	a.still("box", sum, &count)
+	if got := a.says("box", "cat /dev/shm/work"); got != "since-its-wake" {
+		t.Errorf("what it did is %q", got)
+	}
 }
 
 // still checks that a hoarder has what it had, and counts on.

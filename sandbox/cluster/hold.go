@@ -12,6 +12,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/archive"
 	"github.com/drowse-vm/drowse/sandbox/archive/ledger"
+	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -36,6 +37,15 @@ func (n *Node) doc(r *state.Record) (doc []byte, sum string, err error) {
 	doc, err = json.Marshal(headDoc{headVersion, r.Portable(), m})
 	h := sha256.Sum256(doc)
 	return doc, hex.EncodeToString(h[:]), err
+}
+
+// head opens a head.
+func (n *Node) head(ctx context.Context, id string) (*archive.Head, error) {
+	h, err := n.archive.Head(ctx, id)
+	if errors.Is(err, blob.ErrNoKey) {
+		err = fmt.Errorf("%w: %w", spec.ErrNoKey, err)
+	}
+	return h, err
 }
 
 func decodeDoc(h *archive.Head, name string) (d headDoc, err error) {
@@ -303,7 +313,7 @@ func (n *Node) pull(ctx context.Context, name string, c *ledger.Claim, now *leas
 	case <-ctx.Done():
 		return fmt.Errorf("getting %s: %w", name, context.Cause(ctx))
 	}
-	h, err := n.archive.Head(ctx, c.Head())
+	h, err := n.head(ctx, c.Head())
 	if err != nil {
 		return fmt.Errorf("getting %s from the cluster: %w", name, err)
 	}

@@ -87,7 +87,7 @@ func (n *Node) known(ctx context.Context, name string, may func(spec.Metadata) e
 	if err != nil || may == nil {
 		return err
 	}
-	h, err := n.archive.Head(ctx, f.Head)
+	h, err := n.head(ctx, f.Head)
 	if err != nil {
 		return err
 	}

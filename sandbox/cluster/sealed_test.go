@@ -2,12 +2,14 @@ package cluster_test
 
 import (
 	"encoding/json"
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/archive"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/blob/sealed"
@@ -45,6 +47,10 @@ func TestSealed_sandbox_of_an_owner_wakes_where_its_key_is(t *testing.T) {
 	b.sleep("nobodys")
 	_, err = b.count("hers")
 	want(t, "without her key", err, blob.ErrNoKey)
+	_, err = b.as("root", "").Exec(t.Context(), "hers", wire.Exec{Command: []string{"true"}})
+	if is := new(records.Error); !errors.As(err, &is) || is.Code != "no-key" || is.Remedy == "" {
+		t.Errorf("without her key, by HTTP: %v", err)
+	}
 	l, err := b.as("all", "").List(t.Context(), records.Filter{})
 	if err != nil || rows(l) != "nobodys  asleep" || len(l.Problems) != 1 {
 		t.Errorf("a list without her key: %s; %q; %v", rows(l), l.Problems, err)

@@ -33,6 +33,7 @@ var remedies = map[records.Code]string{
 	"unreachable":        "try again: when its host is dead, another one takes the sandbox within half a minute",
 	"unclaimed":          "ask `drowse serve --cluster` for it",
 	"target":             "see the cause, or name another host: see `drowse ls` for hosts that have sandboxes",
+	"no-key":             "use it on a host that has the key, or add the key to the file that `keys` in the bucket's URL names here",
 	"arriving":           "try again later; see that `drowse serve --cluster` runs and reaches the store",
 	"snapshot-not-found": "list what there is, with Store.Snapshots",
 	"snapshot-exists":    "use the one that is there, or remove it first",

@@ -18,8 +18,11 @@ const (
 	maxEnsure = 1 << 20
 	// ensuresAtOnce leaves calls for all else.
 	ensuresAtOnce = maxCalls / 2
-	// ArrivalTime is how long a guest waits for a part of its memory that is on its way. Then it ends.
-	ArrivalTime = time.Minute
+	// ArrivalTime is how long a guest waits for a part of its memory that is on its way, and Patience after how much of
+	// it the VM is frozen. In the end the VM ends. It is less than fileTimeout, and, with what a lease may add to it, than
+	// times.silent.
+	ArrivalTime = 4 * time.Minute
+	Patience    = 10 * time.Second
 )
 
 // openSnapshot opens the files of the snapshot in dir, or of one that is on its way there. It returns nil in place of
@@ -47,6 +50,7 @@ func (v *VM) ensure(ctx context.Context, o ensureOrder) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, v.times.arrival)
 	defer cancel()
+	defer v.waits()()
 	return a.Ensure(ctx, o.File, o.Off, o.Len)
 }
 

@@ -52,6 +52,8 @@ type Jail struct {
 type confined interface {
 	PID() int
 	Kill() error
+	Freeze(context.Context) error
+	Thaw() error
 	Done() <-chan struct{}
 	Wait() error
 	Stats() (confine.Stats, error)

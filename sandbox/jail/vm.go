@@ -61,7 +61,12 @@ type VM struct {
 	// stopped is why the keeper has ended the VM.
 	stopped atomic.Pointer[error]
 
+	freezing sync.Mutex // held by Freeze and Thaw; guards still
+	still    bool       // it was seen that the process stands still
+
 	mu sync.Mutex // guards what follows
+	// frozen is why the VM is frozen, once for each call of Freeze.
+	frozen []string
 	// stack is the stack of the disk, as the keeper has allowed it.
 	stack   disk.Stack
 	last    info
@@ -89,12 +94,12 @@ type times struct {
 	silent time.Duration // until a process that does not answer has failed
 	fail   time.Duration // for a machine to end because of an error
 	flush  time.Duration // for what flushes the disk
-	// arrival is for memory that is on its way.
-	arrival time.Duration
+	// arrival is for memory that is on its way. A guest that waits for more than patience is frozen meanwhile.
+	arrival, patience time.Duration
 }
 
 // An answer comes at once, unless the host is very busy.
-var usualTimes = times{soon: 15 * time.Second, silent: 10 * time.Minute, fail: 5 * time.Second, flush: 2 * time.Minute, arrival: ArrivalTime}
+var usualTimes = times{soon: 15 * time.Second, silent: 10 * time.Minute, fail: 5 * time.Second, flush: 2 * time.Minute, arrival: ArrivalTime, patience: Patience}
 
 // maxDials leaves calls for all else while a guest does not accept connections.
 const maxDials = maxCalls / 2
@@ -192,6 +197,11 @@ func (v *VM) callSoon(method string, arg, reply any) error {
 		}
 		return errSilent
 	}
+	if len(v.frozen) > 0 {
+		why := v.frozen[0]
+		v.mu.Unlock()
+		return fmt.Errorf("%w: %s", errFrozen, why)
+	}
 	v.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), v.times.silent)
 		defer cancel()
@@ -284,10 +294,11 @@ func (v *VM) Fail(err error) {
 	if v.closed || !v.stopped.CompareAndSwap(nil, &err) {
 		return
 	}
+	frozen := len(v.frozen) > 0
 	v.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), v.times.fail)
 		defer cancel()
-		if v.call(ctx, callFail, text(err.Error()), nil) == nil {
+		if !frozen && v.call(ctx, callFail, text(err.Error()), nil) == nil {
 			select {
 			case <-v.done:
 				return
@@ -662,9 +673,14 @@ func (v *VM) Close() error {
 func (v *VM) close() error {
 	v.mu.Lock()
 	v.closed = true
-	closers := v.closers
+	closers, frozen := v.closers, len(v.frozen) > 0
 	v.mu.Unlock()
 	wait := v.times.flush
+	if frozen { // it must not go on to be closed
+		if err := v.jail.proc.Kill(); err != nil {
+			v.log.Error("killing the VM's confined process", "error", err)
+		}
+	}
 	if v.stopped.Load() != nil {
 		wait = v.times.fail
 	}

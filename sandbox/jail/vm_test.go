@@ -39,6 +39,7 @@ type hostile struct {
 
 	mu      sync.Mutex
 	kills   int
+	frozen  int // above zero if it is
 	answers map[string]func(ctx context.Context, body []byte) (any, []*os.File, error)
 }
 
@@ -56,12 +57,22 @@ func (h *hostile) Kill() error {
 	return nil
 }
 
+// freeze counts what freezes it.
+func (h *hostile) freeze(n int) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.frozen += n
+	return nil
+}
+
 func (h *hostile) killed() bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.kills > 0
 }
 
+func (h *hostile) Freeze(context.Context) error   { return h.freeze(1) }
+func (h *hostile) Thaw() error                    { return h.freeze(-1) }
 func (h *hostile) PID() int                       { return 1 << 22 }
 func (h *hostile) Done() <-chan struct{}          { return h.done }
 func (h *hostile) CPU() time.Duration             { return 0 }
@@ -112,7 +123,7 @@ func cell(t testing.TB) (*Jail, *hostile) {
 	h := &hostile{done: make(chan struct{}), answers: map[string]answer{}}
 	j := &Jail{proc: h}
 	j.vm = newVM(j)
-	j.vm.times = times{soon: 50 * time.Millisecond, silent: time.Second, fail: 50 * time.Millisecond, flush: 200 * time.Millisecond}
+	j.vm.times = times{soon: 50 * time.Millisecond, silent: time.Second, fail: 50 * time.Millisecond, flush: 200 * time.Millisecond, patience: time.Minute}
 	if j.conn, err = rpc.New(mine, options(j.vm.serve)); err != nil {
 		t.Fatal(err)
 	}
@@ -853,4 +864,95 @@ func TestMemory_that_is_on_its_way_is_asked_for_by_a_hostile_process(t *testing.
 	}
 	close(block)
 	wg.Wait()
+}
+
+// A guest that waits for memory for long stands still, with all that its VM does, until it has that.
+func TestVM_is_frozen_while_its_guest_waits_for_memory(t *testing.T) {
+	sameFDs(t)
+	block := make(chan struct{})
+	ensure := func(ctx context.Context, _ string, off, _ int64) error {
+		if off == 0 {
+			return nil
+		}
+		select {
+		case <-block:
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	s := newStore(t)
+	j, h := cell(t)
+	j.vm.arriving, j.vm.times.arrival, j.vm.times.patience = map[string]int64{"memory": 1 << 20}, time.Minute, time.Millisecond
+	p := s.parts()
+	p.Arriving = &instance.Arriving{Ensure: ensure}
+	v, err := j.Start(t.Context(), p, "", instance.RestoreOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = v.Close() })
+	call := func(off int64) error {
+		files, err := h.conn.Call(t.Context(), callEnsure, ensureOrder{"memory", off, 1}, nil)
+		_ = closeAll(files)
+		return err
+	}
+	stopped := func(is bool) {
+		t.Helper()
+		for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
+			h.mu.Lock()
+			now := h.frozen > 0
+			h.mu.Unlock()
+			if now == is && (v.Frozen() != "") == is {
+				return
+			}
+			if time.Now().After(end) {
+				t.Fatalf("its process is stopped: %v; the VM says %q", now, v.Frozen())
+			}
+		}
+	}
+	if err := call(0); err != nil {
+		t.Error(err)
+	}
+	stopped(false)
+	var waits sync.WaitGroup
+	for range 3 {
+		waits.Go(func() {
+			if err := call(4096); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	stopped(true)
+	// Nobody waits for its answers.
+	if err := v.Arrived(); !errors.Is(err, errFrozen) || !strings.Contains(err.Error(), waitsForMemory) {
+		t.Errorf("asking it: %v", err)
+	}
+	// It also has no lease. It goes on when it has both.
+	if err := v.Freeze("no lease"); err != nil {
+		t.Error(err)
+	}
+	close(block)
+	waits.Wait()
+	stopped(true)
+	if why := v.Frozen(); why != "no lease" {
+		t.Errorf("it is frozen because of %q", why)
+	}
+	v.Thaw("no lease")
+	stopped(false)
+	if err := v.Arrived(); err != nil {
+		t.Error(err)
+	}
+	// One that must end ends without going on.
+	if err := v.Freeze("no lease"); err != nil {
+		t.Error(err)
+	}
+	h.on(callFail, func(context.Context, []byte) (any, []*os.File, error) {
+		t.Error("it was asked to end")
+		return nil, nil, nil
+	})
+	v.Fail(errors.New("the lease has ended"))
+	<-v.Done()
+	if !h.killed() {
+		t.Error("it was not killed")
+	}
 }

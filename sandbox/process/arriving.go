@@ -29,6 +29,31 @@ func (p *process) comes(id string) *instance.Arriving {
 	return &instance.Arriving{Dir: p.store.ArrivingDir(id), Ensure: c.Ensure, Whole: c.Whole}
 }
 
+// freezer is what stops a VM that is to go on: *jail.VM.
+type freezer interface {
+	Freeze(why string) error
+	Thaw(why string)
+}
+
+// noLease is why a VM is frozen whose lease has ended while its memory was on its way.
+const noLease = "frozen: its host has lost its claim on it, and it cannot sleep before all of its memory is here: it goes on when its host reaches the store in time, and no other host has claimed it"
+
+// freeze freezes a VM whose lease has ended and which cannot have slept, since its memory is on its way: the claim may
+// come back, and nothing is lost then. It reports whether nothing of the guest runs. Then thaw must follow, or the VM's
+// end.
+func (p *process) freeze() (thaw func(), ok bool) {
+	f := p.freezer.Load()
+	if f == nil || !p.arrives() {
+		return nil, false
+	}
+	thaw = func() { (*f).Thaw(noLease) }
+	if err := (*f).Freeze(noLease); err != nil {
+		p.log.Error("freezing it", "error", err)
+		return nil, false // it is ended, frozen or not
+	}
+	return thaw, true
+}
+
 // awaitArrival waits in the background until all of the VM's memory is there. A VM whose memory is lost ends.
 func (p *process) awaitArrival() {
 	a := p.in.Parts().Arriving
@@ -36,6 +61,9 @@ func (p *process) awaitArrival() {
 		return
 	}
 	p.arriving = &arriving{over: make(chan struct{})}
+	if f, ok := p.in.(freezer); ok {
+		p.freezer.Store(&f)
+	}
 	p.background.Go(func() {
 		defer close(p.arriving.over)
 		ctx, cancel := p.in.WhileRunning(p.lasting)

@@ -50,6 +50,7 @@ type process struct {
 	hidden   secrets.Store
 	from     string // the directory of the snapshot that the VM came from, or empty
 	arriving *arriving
+	freezer  atomic.Pointer[freezer] // of a VM whose memory is on its way
 
 	// op is held by operations on the whole VM, and guards the fields below.
 	op     sync.Mutex
@@ -935,6 +936,9 @@ func (p *process) info() control.Info {
 	}
 	if full := p.in.SpaceProblem(); full != "" {
 		i.NoSpace, i.Problem = true, full
+	}
+	if v, ok := p.in.(interface{ Frozen() string }); ok {
+		i.Problem = cmp.Or(v.Frozen(), i.Problem)
 	}
 	return i
 }

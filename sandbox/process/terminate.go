@@ -3,7 +3,6 @@ package process
 import (
 	"context"
 	"errors"
-	"fmt"
 	"time"
 
 	"github.com/drowse-vm/drowse/sandbox/control"
@@ -56,17 +55,13 @@ func (p *process) sleepOnTerminate(ctx, terminated context.Context, why string, 
 	}
 }
 
-const (
-	// leaseHooks is how long hooks may delay the sleep of a sandbox whose lease ends.
-	leaseHooks = 2 * time.Second
-	// leaseLook bounds the time between two looks at the clock. Go's timers stand still while a host is suspended.
-	leaseLook = time.Second
-)
+// leaseHooks is how long hooks may delay the sleep of a sandbox whose lease ends.
+const leaseHooks = 2 * time.Second
 
 // leased refuses to start a sandbox that other hosts share and this one has not claimed. Otherwise it returns a context
-// that ends when the lease does, and one, nil for a sandbox that is not shared, that ends in time to sleep before:
-// when less than a third of the lease's time is left, since its node renews it three times in that. The VM's lock must
-// be held.
+// that ends when the lease does, or later if the VM is frozen meanwhile, and one, nil for a sandbox that is not shared,
+// that ends in time to sleep before: when less than a third of the lease's time is left, since its node renews it three
+// times in that. The VM's lock must be held.
 func (p *process) leased(ctx context.Context) (leased, low context.Context, release func(), err error) {
 	dir, name := lease.In(p.store.Dir()), p.r.Spec.Name
 	left, ttl, shared, err := dir.Left(name)
@@ -81,30 +76,9 @@ func (p *process) leased(ctx context.Context) (leased, low context.Context, rele
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		look := min(leaseLook, ttl/50)
-		for until := lease.Now() + left; ; {
-			if now := lease.Now(); now >= until-ttl/3 {
-				left, _, _, err := dir.Left(name)
-				switch {
-				case err == nil:
-					until = now + left
-				case now >= until && !errors.Is(err, spec.ErrUnclaimed):
-					err = fmt.Errorf("%w: %w", spec.ErrUnclaimed, err)
-					fallthrough
-				case errors.Is(err, spec.ErrUnclaimed):
-					p.log.Error("this host has no claim on it any more", "error", err)
-					end(err)
-					return
-				} // or it cannot be read now
-				if until-now < ttl/3 {
-					warn()
-				}
-			}
-			select {
-			case <-leased.Done():
-				return
-			case <-time.After(look):
-			}
+		if err := dir.Watch(leased, name, left, ttl, warn, p.freeze); err != nil {
+			p.log.Error("this host has no claim on it any more", "error", err)
+			end(err)
 		}
 	}()
 	return leased, low, func() {

@@ -89,6 +89,8 @@ var (
 	ErrUnclaimed = errors.New("the sandbox is shared with other hosts, and this one has no claim on it: run `drowse serve --cluster` here")
 	// ErrTarget means that a sandbox cannot move to the host that was named. It stays where it is.
 	ErrTarget = errors.New("it cannot move to that host")
+	// ErrNoKey means that a sandbox sleeps in the store under a key that this host lacks.
+	ErrNoKey = errors.New("this host has no key of the sandbox")
 	// ErrArriving means that a sandbox's memory is still on its way to this host: what needs all of it must wait.
 	ErrArriving = errors.New("the sandbox's memory is not all here yet")
 )
@@ -133,6 +135,7 @@ var ErrorCodes = []struct {
 	{"unreachable", ErrUnreachable},
 	{"elsewhere", ErrElsewhere},
 	{"unclaimed", ErrUnclaimed},
+	{"no-key", ErrNoKey},
 	{"arriving", ErrArriving},
 	{"target", ErrTarget},
 }

@@ -31,6 +31,17 @@ func init() {
 			fatal(err)
 		}
 	}
+	roles["spin"] = func([]string) {
+		confined()
+		go func() {
+			for {
+				time.Sleep(time.Microsecond)
+			}
+		}()
+		for i := 0; ; i++ {
+			runtime.KeepAlive(i)
+		}
+	}
 	roles["crash"] = func(args []string) {
 		confined()
 		switch args[0] {
@@ -401,6 +412,45 @@ func TestCPU_of_a_child_is_known_until_its_end_and_after_it(t *testing.T) {
 	// The times of wait4(2) may have steps of a tick.
 	if after := c.CPU(); during <= 0 || after < during-10*time.Millisecond || after == 0 {
 		t.Errorf("%v, and after its end %v", during, after)
+	}
+}
+
+func TestFreeze_of_a_child_that_works_stops_it_until_it_is_thawed_or_killed(t *testing.T) {
+	confinable(t)
+	c, _ := start(t, Profile{Program: self("spin")})
+	works := func() {
+		t.Helper()
+		for begun, end := c.CPU(), time.Now().Add(time.Minute); c.CPU() < begun+20*time.Millisecond; time.Sleep(time.Millisecond) {
+			if time.Now().After(end) {
+				t.Fatal("it does not work")
+			}
+		}
+	}
+	for range 3 {
+		works()
+		if err := c.Freeze(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		before := c.CPU()
+		time.Sleep(20 * time.Millisecond)
+		if after := c.CPU(); after != before {
+			t.Errorf("it has worked for %v", after-before)
+		}
+		if err := c.Thaw(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	works()
+	if err := c.Freeze(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	<-c.Done()
+	// What has ended stands still.
+	if err := errors.Join(c.Freeze(t.Context()), c.Thaw()); err != nil {
+		t.Error(err)
 	}
 }
 
