@@ -322,7 +322,7 @@ func (e *engine) pumpRX(limit int) error {
 		if e.loop.Enough(e.rx, begin) {
 			return nil
 		}
-		if err := e.fill(); err != nil {
+		if enough, err := e.fill(begin); enough || err != nil {
 			return err
 		}
 		if e.room >= e.want || !e.merge && e.heldCount > 0 {
@@ -338,13 +338,14 @@ func (e *engine) pumpRX(limit int) error {
 	return nil
 }
 
-// fill takes receive buffers until any frame fits.
-func (e *engine) fill() error {
+// fill takes receive buffers until any frame fits. It reports whether it has given back so many that are too short that
+// the turn, which began at that value of the queue's work, is over: another vCPU can post them without end.
+func (e *engine) fill(begin uint64) (enough bool, err error) {
 	for e.room < e.want && e.heldCount < maxHeld && (e.merge || e.heldCount == 0) {
 		h := &e.held[(e.heldFrom+e.heldCount)%maxHeld]
 		ok, err := e.rx.Pop(&h.chain)
 		if err != nil || !ok {
-			return err
+			return false, err
 		}
 		w := h.chain.Writer
 		h.size = w.Remaining()
@@ -353,29 +354,32 @@ func (e *engine) fill() error {
 			if e.heldCount > 0 {
 				// The buffers before it come first.
 				e.rx.Unpop(&h.chain)
-				return nil
+				return false, nil
 			}
 			if err := e.rx.Push(h.chain.Head(), 0); err != nil {
-				return err
+				return false, err
+			}
+			if e.loop.Enough(e.rx, begin) {
+				return true, nil
 			}
 			continue
 		}
 		before := len(e.ranges)
 		rs, err := w.Ranges(e.ranges, h.size)
 		if err != nil {
-			return err
+			return false, err
 		}
 		if len(rs) > guestmem.MaxRanges {
 			e.ranges = rs[:before]
 			e.rx.Unpop(&h.chain)
-			return nil
+			return false, nil
 		}
 		h.ranges = len(rs) - before
 		e.ranges = rs
 		e.room += h.size
 		e.heldCount++
 	}
-	return nil
+	return false, nil
 }
 
 // lack decides what to do when a frame might not fit in the held buffers. It reports whether to wait for more.

@@ -334,7 +334,7 @@ func (e *engine) pumpRX(limit int) error {
 		if e.resetsCount == 0 && e.head == nil || e.loop.Enough(e.rx.Queue, begin) {
 			return nil
 		}
-		ok, err := e.popRX(&e.rxChain[0])
+		ok, err := e.popRX(&e.rxChain[0], begin)
 		if err != nil {
 			return err
 		}
@@ -367,8 +367,9 @@ func (e *engine) pumpRX(limit int) error {
 	return nil
 }
 
-// popRX takes the next receive buffer that can hold a packet with payload.
-func (e *engine) popRX(c *virtq.Chain) (bool, error) {
+// popRX takes the next receive buffer that can hold a packet with payload. It also returns false after so many that
+// cannot that the turn, which began at that value of the queue's work, is over: another vCPU can post them without end.
+func (e *engine) popRX(c *virtq.Chain, begin uint64) (bool, error) {
 	for {
 		ok, err := e.rx.Pop(c)
 		if err != nil || !ok {
@@ -378,7 +379,7 @@ func (e *engine) popRX(c *virtq.Chain) (bool, error) {
 			return true, nil
 		}
 		e.stats.ShortBuffers.Add(1)
-		if err := e.rx.Push(c.Head(), 0); err != nil {
+		if err := e.rx.Push(c.Head(), 0); err != nil || e.loop.Enough(e.rx.Queue, begin) {
 			return false, err
 		}
 	}
