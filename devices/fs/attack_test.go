@@ -1,6 +1,7 @@
 package fs
 
 import (
+	"encoding/binary"
 	"errors"
 	"math"
 	"os"
@@ -112,4 +113,20 @@ func TestAttack_pause_does_not_wait_for_allocations_and_fsync(t *testing.T) {
 	if err := fallocate(allocateEnd, 1, 0); !errors.Is(err, unix.EFBIG) {
 		t.Errorf("allocating a byte beyond the end: %v, want EFBIG", err)
 	}
+}
+
+// A guest forgets a directory of which it still knows a file, and exchanges that file with one elsewhere. Its state must
+// have the directory that the other file is in then.
+func TestAttack_exchange_out_of_a_forgotten_directory_leaves_a_state_that_cannot_be_restored(t *testing.T) {
+	dir := t.TempDir()
+	c := start(t, dir, true)
+	mkdir := func(name string) uint64 {
+		return binary.LittleEndian.Uint64(c.mustDo(opMkdir, rootID, append(words(0o755, 0), text(name)...), entrySize))
+	}
+	from, to := mkdir("from"), mkdir("to")
+	c.create(from, "a", unix.O_RDWR, 0o644)
+	c.create(to, "b", unix.O_RDWR, 0o644)
+	c.Queue(queueHiprio).Do([][]byte{header(opForget, 0, from, 8), longs(1)})
+	c.mustDo(opRename2, from, append(append(longs(to), words(unix.RENAME_EXCHANGE, 0)...), text("a", "b")...), 0)
+	c.move(dir)
 }

@@ -540,6 +540,12 @@ func (d *Device) rename(r *request) error {
 	if err := unix.Renameat2(fromDir.fd, from, toDir.fd, to, uint(flags)); err != nil {
 		return err
 	}
+	// The guest may have forgotten the directory that it takes the last known file out of.
+	fromParent.children++
+	defer func() {
+		fromParent.children--
+		d.drop(fromParent)
+	}()
 	moved, replaced := d.places[place{fromParent, from}], d.places[place{toParent, to}]
 	if replaced != nil && replaced != moved {
 		replaced.lookups++ // keep it while the other moves
