@@ -33,9 +33,9 @@ func LinkOf(before, after string) bool {
 	return isMemory(before) && isMemory(after) && after != MemoryName && (before == MemoryName || before == after)
 }
 
-// OpenFiles opens the files of the snapshot in dir for reading, without looking at their content. The caller closes
-// them, also after an error.
-func OpenFiles(dir string) (files []*os.File, err error) {
+// OpenFiles opens the files of the snapshot in dir for reading, without looking at their content. open opens a file for
+// reading with further flags of open(2). The caller closes them, also after an error.
+func OpenFiles(dir string, open func(path string, flags int) (*os.File, error)) (files []*os.File, err error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		if errors.Is(err, fs.ErrNotExist) {
@@ -50,7 +50,7 @@ func OpenFiles(dir string) (files []*os.File, err error) {
 		if len(files) > MaxFiles {
 			break
 		}
-		f, err := os.OpenFile(filepath.Join(dir, e.Name()), os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
+		f, err := open(filepath.Join(dir, e.Name()), unix.O_NOFOLLOW|unix.O_NONBLOCK)
 		if err != nil {
 			return files, err
 		}

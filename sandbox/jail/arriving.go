@@ -27,9 +27,9 @@ const (
 
 // openSnapshot opens the files of the snapshot in dir, or of one that is on its way there. It returns nil in place of
 // a, which may be nil, if that has arrived.
-func openSnapshot(dir string, a *instance.Arriving) (files []*os.File, at *instance.Arriving, err error) {
+func (j *Jail) openSnapshot(dir string, a *instance.Arriving) (files []*os.File, at *instance.Arriving, err error) {
 	if a != nil {
-		if files, err = snapshot.OpenFiles(a.Dir); err == nil {
+		if files, err = snapshot.OpenFiles(a.Dir, j.toRead); err == nil {
 			return files, a, nil
 		}
 		_ = closeAll(files)
@@ -37,7 +37,7 @@ func openSnapshot(dir string, a *instance.Arriving) (files []*os.File, at *insta
 			return nil, a, err
 		}
 	}
-	files, err = snapshot.OpenFiles(dir)
+	files, err = snapshot.OpenFiles(dir, j.toRead)
 	return files, nil, err
 }
 

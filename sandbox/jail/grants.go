@@ -297,7 +297,7 @@ func (v *VM) file(o fileOrder) (fileInfo, *os.File, error) {
 		return fileInfo{}, nil, errRefused
 	}
 	if o.Op == fileOpen && o.flags() == os.O_RDONLY && v.grants.mayRead(o.Name) {
-		f, err := openAs(o.Name, os.O_RDONLY)
+		f, err := v.jail.openToRead(o.Name)
 		return fileInfo{}, f, err
 	}
 	if o.Op == fileSyncDir && o.Name == filepath.Dir(v.parts.Disk.Top()) {
@@ -336,6 +336,17 @@ func (o fileOrder) flags() int {
 // openAs opens a regular file that is no link.
 func openAs(name string, flags int) (*os.File, error) {
 	f, err := os.OpenFile(name, flags|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
+	return ifRegular(f, err)
+}
+
+// openToRead is openAs for reading.
+func (j *Jail) openToRead(name string) (*os.File, error) {
+	f, err := j.toRead(name, unix.O_NOFOLLOW|unix.O_NONBLOCK)
+	return ifRegular(f, err)
+}
+
+// ifRegular returns f if it is a regular file and err is nil.
+func ifRegular(f *os.File, err error) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
@@ -412,7 +423,7 @@ func (c *capture) file(v *VM, o fileOrder) (none fileInfo, f *os.File, err error
 	case o.Op == fileSyncDir && o.Name == c.temp && c.temp != "":
 		return none, nil, nil // commit does it, with the manifest
 	case o.Op == fileOpen && c.manifest != nil && dir == final && o.flags() == os.O_RDONLY && isFile:
-		f, err = openAs(o.Name, os.O_RDONLY)
+		f, err = v.jail.openToRead(o.Name)
 		return none, f, err
 	case c.manifest != nil:
 		return none, nil, errRefused // the snapshot is finished

@@ -46,6 +46,8 @@ type Jail struct {
 	limits confine.Limits
 	// trees are the directories of the shares, each as a mount of its own.
 	trees []*os.File
+	// view is by what the process gets files to read, if it has shares; else nil.
+	view *confine.View
 }
 
 // confined is a *confine.Process. Tests have others.
@@ -80,10 +82,17 @@ func New(ctx context.Context, c Config) (j *Jail, err error) {
 		_ = closeAll([]*os.File{mine, its})
 		return nil, fmt.Errorf("%w: %w", spec.ErrShare, confine.ErrUserShares)
 	}
+	if len(c.Shares) > 0 {
+		if j.view, err = confine.NewView(); err != nil {
+			_ = closeAll([]*os.File{mine, its})
+			return nil, err
+		}
+	}
 	for _, sh := range c.Shares {
 		tree, dir, err := confine.OpenTree(sh.Source, sh.Writable)
 		if err != nil {
-			_ = closeAll(append(append(files, mine), j.trees...))
+			_ = closeAll(append(files, mine))
+			_ = j.closeFiles()
 			return nil, fmt.Errorf("%w for %s in the guest: %w: put the directory there; its content is not part of a snapshot",
 				spec.ErrShare, sh.Path, err)
 		}
@@ -97,7 +106,8 @@ func New(ctx context.Context, c Config) (j *Jail, err error) {
 	})
 	_ = closeAll(files)
 	if err != nil {
-		_ = closeAll(append(j.trees, mine))
+		_ = mine.Close()
+		_ = j.closeFiles()
 		return nil, err
 	}
 	j.proc, j.vm = proc, newVM(j)
@@ -168,9 +178,25 @@ func (j *Jail) Close() error {
 	if j.proc != nil {
 		errs = append(errs, j.proc.Close())
 	}
-	errs = append(errs, closeAll(j.trees))
-	j.trees = nil
+	return errors.Join(append(errs, j.closeFiles())...)
+}
+
+// closeFiles closes what the keeper holds of the files of the shares and of others.
+func (j *Jail) closeFiles() error {
+	errs := []error{closeAll(j.trees)}
+	if j.view != nil {
+		errs = append(errs, j.view.Close())
+	}
+	j.trees, j.view = nil, nil
 	return errors.Join(errs...)
+}
+
+// toRead opens a file for the process to read.
+func (j *Jail) toRead(name string, flags int) (*os.File, error) {
+	if j.view != nil {
+		return j.view.Open(name, os.O_RDONLY|flags)
+	}
+	return os.OpenFile(name, os.O_RDONLY|flags, 0)
 }
 
 // verdict says how the process has ended.

@@ -248,6 +248,9 @@ const lastAnswer = 50 * time.Millisecond
 
 // prepare confines this process, and makes what it can of the VM before.
 func (c *child) prepare(o prepareOrder) error {
+	if err := confine.ViewOnly(); err != nil {
+		return err
+	}
 	if err := instance.PrepareJail(); err != nil {
 		return err
 	}

@@ -757,10 +757,10 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 		Known: map[string]*fileInfo{},
 	}
 	add := func(name string, f *os.File) { s.Passed, files = append(s.Passed, name), append(files, f) }
-	open := func(name string, flags int) error {
-		f, err := os.OpenFile(name, flags, 0)
+	open := func(name string) error {
+		f, err := v.jail.toRead(name, 0)
 		if err == nil {
-			add(passName(name, flags), f)
+			add(passName(name, os.O_RDONLY), f)
 		}
 		return err
 	}
@@ -779,15 +779,17 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 		paths = append(paths, p.Disk.Layers[:n-1]...)
 	}
 	for _, path := range paths {
-		if err := open(path, os.O_RDONLY); err != nil {
+		if err := open(path); err != nil {
 			return fail(err)
 		}
 	}
-	if err := open(p.Disk.Top(), os.O_RDWR); err != nil {
+	top, err := os.OpenFile(p.Disk.Top(), os.O_RDWR, 0)
+	if err != nil {
 		return fail(err)
 	}
+	add(passName(p.Disk.Top(), os.O_RDWR), top)
 	if dir != "" && p.RAM == nil {
-		list, arriving, err := openSnapshot(dir, p.Arriving)
+		list, arriving, err := v.jail.openSnapshot(dir, p.Arriving)
 		at := dir
 		if v.parts.Arriving = arriving; arriving != nil && err == nil {
 			// The process knows it by the name that it will have.
@@ -803,7 +805,7 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 			if name, err := pagecache.Name(f); err == nil {
 				name = filepath.Join(p.PageCache, name)
 				v.grants.read(name)
-				if err := open(name, os.O_RDONLY); errors.Is(err, fs.ErrNotExist) {
+				if err := open(name); errors.Is(err, fs.ErrNotExist) {
 					s.Known[name] = nil // the child need not ask
 				}
 			}

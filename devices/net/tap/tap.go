@@ -6,7 +6,9 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"strings"
+	"sync"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -130,7 +132,7 @@ func attach(name string, flags uint16) (_ *Device, err error) {
 	if err := checkName(name); err != nil {
 		return nil, err
 	}
-	fd, err := unix.Open(clone, unix.O_RDWR|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	fd, err := openClone()
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", &os.PathError{Op: "open", Path: clone, Err: err}, remedy(err))
 	}
@@ -151,6 +153,33 @@ func attach(name string, flags uint16) (_ *Device, err error) {
 		return nil, fmt.Errorf("TUNSETIFF: %w", err)
 	}
 	return finish(fd, name)
+}
+
+// unchangeable is the directory of clone in a mount of its own where nothing can be changed, or -1 if this process has
+// no right to that.
+var unchangeable = sync.OnceValue(func() int {
+	fd, err := unix.OpenTree(unix.AT_FDCWD, filepath.Dir(clone), unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+	if err != nil {
+		return -1
+	}
+	attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_RDONLY}
+	if err := unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH, &attr); err != nil {
+		unix.Close(fd)
+		return -1
+	}
+	return fd
+})
+
+// openClone opens clone so that the mode, owner and times of the host's device cannot be changed by the descriptor: a
+// process that gets it may have that right for other files.
+func openClone() (int, error) {
+	const flags = unix.O_RDWR | unix.O_NONBLOCK | unix.O_CLOEXEC
+	if dir := unchangeable(); dir >= 0 {
+		if fd, err := unix.Openat(dir, filepath.Base(clone), flags, 0); err == nil {
+			return fd, nil
+		}
+	}
+	return unix.Open(clone, flags, 0)
 }
 
 func remedy(err error) error {

@@ -172,3 +172,26 @@ func TestDevice_vanishes_with_a_killed_process(t *testing.T) {
 		t.Error("the interface has outlived its process")
 	}
 }
+
+// A confined process with shares may change the mode and owner of files, and gets the descriptor of its TAP device.
+func TestAttack_descriptor_of_a_device_changes_the_file_in_dev(t *testing.T) {
+	isolate(t)
+	d, err := Create(Config{Name: "drwtest%d", Down: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	var st unix.Stat_t
+	if err := unix.Fstat(d.FD(), &st); err != nil {
+		t.Fatal(err)
+	}
+	for what, err := range map[string]error{
+		"mode":  unix.Fchmod(d.FD(), st.Mode&0o777), // the present ones
+		"owner": unix.Fchownat(d.FD(), "", int(st.Uid), int(st.Gid), unix.AT_EMPTY_PATH),
+		"times": unix.UtimesNanoAt(d.FD(), "", nil, unix.AT_EMPTY_PATH),
+	} {
+		if !errors.Is(err, unix.EROFS) {
+			t.Errorf("changing its %s: %v", what, err)
+		}
+	}
+}

@@ -23,6 +23,14 @@ func init() {
 		}
 		keeperPID = uintptr(pid)
 		e := escapes()[i]
+		if e.shares {
+			if err := ViewOnly(); err != nil {
+				fatal(err)
+			}
+			if openedAhead, err1 = unix.Open("/dev/null", unix.O_RDWR|unix.O_CLOEXEC, 0); err1 != nil {
+				fatal(err1)
+			}
+		}
 		if o := entered(); args[1] != "inner" {
 			if err := Lock(o); err != nil {
 				fatal(err)
@@ -35,6 +43,9 @@ func init() {
 		fmt.Println("gained")
 	}
 }
+
+// openedAhead is a device that a child with shares has opened before Enter.
+var openedAhead int
 
 func TestAttack_escapes_are_refused_by_the_filter_and_by_the_walls_behind_it(t *testing.T) {
 	confinable(t)
@@ -127,7 +138,19 @@ func attempt(t *testing.T, i int, e escape, wall string, share *os.File) {
 	p := Profile{Program: self("escape", strconv.Itoa(i), wall, strconv.Itoa(os.Getpid())), Files: []*os.File{file, theirs}, Shares: e.shares, Name: e.name + wall,
 		Network: wall == "network"}
 	if e.shares {
-		p.Files = append(p.Files, share)
+		v, err := NewView()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer v.Close()
+		read, err := v.Open(file.Name(), os.O_RDONLY)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer read.Close()
+		p.Files = append(p.Files, share, read)
 	}
 	_, wait := start(t, p)
 	out, err := wait()

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"strconv"
 	"strings"
 	"syscall"
 	"unsafe"
@@ -11,11 +12,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What an escape finds: descriptors of a regular file, of a Unix socket and of a directory.
+// What an escape finds: descriptors of a regular file and of a Unix socket and, with shares, of a directory and of a
+// file for reading.
 const (
 	passedFile = firstFile + iota
 	passedSocket
 	passedDir
+	passedRead
 )
 
 // An escape is what an attacker tries who runs code in the child. It returns nil if that has gained something.
@@ -417,6 +420,16 @@ func escapes() []escape {
 		{name: "share: owner above", try: call1(unix.SYS_FCHOWNAT, n(passedDir), s("../secret"), n(0), n(0), n(0)), shares: true},
 		{name: "share: times above", try: call1(unix.SYS_UTIMENSAT, n(passedDir), s("../secret"), n(0), n(0)), shares: true},
 		{name: "share: attributes above", try: call1(unix.SYS_NEWFSTATAT, n(passedDir), s("../secret"), s(strings.Repeat(" ", 256)), n(0)), shares: true},
+		// Its right to change files of any owner is for the shares alone. The values are those that these files have.
+		{name: "share: mode of a device of the host", try: call1(unix.SYS_FCHMOD, n(0), n(0o666)), shares: true},
+		{name: "share: owner of a device of the host", try: call1(unix.SYS_FCHOWNAT, n(0), s(""), n(none), n(none), n(unix.AT_EMPTY_PATH)), shares: true},
+		{name: "share: times of a device of the host", try: call1(unix.SYS_UTIMENSAT, n(0), n(0), n(0), n(0)), shares: true},
+		{name: "share: mode of a device by /proc", try: call1(unix.SYS_FCHMODAT, n(cwd), s("/proc/self/fd/0"), n(0o666)), shares: true},
+		{name: "share: mode of a file passed for reading", try: call1(unix.SYS_FCHMOD, n(passedRead), n(0o600)), shares: true},
+		{name: "share: owner of a file passed for reading", try: call1(unix.SYS_FCHOWNAT, n(passedRead), s(""), n(0), n(0), n(unix.AT_EMPTY_PATH)), shares: true},
+		{name: "share: times of a file passed for reading", try: call1(unix.SYS_UTIMENSAT, n(passedRead), n(0), n(0), n(0)), shares: true},
+		{name: "share: mode of a file opened ahead", try: call1(unix.SYS_FCHMOD, func() uintptr { return uintptr(openedAhead) }, n(0o666)), shares: true},
+		{name: "share: write to a file passed for reading", try: open("/proc/self/fd/"+strconv.Itoa(passedRead), unix.O_WRONLY), shares: true},
 		{name: "share: memory by /proc", try: open("/proc/self/mem", unix.O_RDWR), shares: true},
 		{name: "share: root by /proc", try: open("/proc/self/root/etc/passwd", unix.O_RDONLY), shares: true},
 		{name: "share: the program by /proc", try: open("/proc/self/exe", unix.O_RDONLY), shares: true},

@@ -139,6 +139,14 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 	if p.Limits.CPUMax > 0 { // as Go would do it
 		c.cmd.Env = append(c.cmd.Env, "GOMAXPROCS="+strconv.Itoa(max(2, int(math.Ceil(p.Limits.CPUMax)))))
 	}
+	if p.Shares {
+		null, err := openNull()
+		if err != nil {
+			return nil, err
+		}
+		defer null.Close()
+		c.cmd.Stdin, c.cmd.Stdout, c.cmd.Stderr = null, null, null
+	}
 	if p.Output != nil {
 		c.cmd.Stdout, c.cmd.Stderr = p.Output, p.Output
 	}
@@ -146,6 +154,16 @@ func Start(ctx context.Context, p Profile) (_ *Process, err error) {
 		return nil, err
 	}
 	return c, nil
+}
+
+// openNull opens /dev/null for a child with shares: see View.
+func openNull() (*os.File, error) {
+	v, err := NewView()
+	if err != nil {
+		return nil, err
+	}
+	defer v.Close()
+	return v.Open(os.DevNull, os.O_RDWR)
 }
 
 // prepare takes a user id, and makes the cgroup.
