@@ -115,8 +115,8 @@ func TestAttack_pause_does_not_wait_for_allocations_and_fsync(t *testing.T) {
 	}
 }
 
-// A guest forgets a directory of which it still knows a file, and exchanges that file with one elsewhere. Its state must
-// have the directory that the other file is in then.
+// A guest forgets a directory of which it still knows a file, and exchanges that file with one elsewhere. Its state
+// must have the directory that the other file is in then.
 func TestAttack_exchange_out_of_a_forgotten_directory_leaves_a_state_that_cannot_be_restored(t *testing.T) {
 	dir := t.TempDir()
 	c := start(t, dir, true)

@@ -21,7 +21,9 @@ import (
 
 	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/rootfs/disk"
+	"github.com/drowse-vm/drowse/rootfs/volume"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/sandbox/jail/confine"
@@ -43,6 +45,7 @@ type VM struct {
 
 	// Set by Start. arriving has the sizes of memory files that are on their way, by name.
 	parts    instance.Parts
+	holds    []*os.File // see hold
 	arriving map[string]int64
 	grants   *grants
 	started  started
@@ -537,6 +540,56 @@ func (v *VM) Data() (n int64) {
 	return bytesBy(n)
 }
 
+// hold locks files that other VMs may have as well, for reading, until Close. The process needs flock(2) for its own
+// files, and who has a descriptor may change its lock: without this one, the process could lock others out.
+func (v *VM) hold(names ...string) error {
+	for _, name := range names {
+		f, err := os.Open(name)
+		if err != nil {
+			return err
+		}
+		v.holds = append(v.holds, f)
+		if err := osfile.TryLock(f, osfile.Shared); errors.Is(err, osfile.ErrLocked) {
+			return fmt.Errorf("lock %s: %w (another VM or command has it open)", name, disk.ErrInUse)
+		} else if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// release ends hold.
+func (v *VM) release() error {
+	var errs []error
+	for _, f := range v.holds {
+		errs = append(errs, osfile.Unlock(f), f.Close())
+	}
+	v.holds = nil
+	return errors.Join(errs...)
+}
+
+// openVolume opens the file of a volume anew for the process: with the volume's own descriptor, it would have its lock.
+func (v *VM) openVolume(vol *volume.Volume) (f *os.File, err error) {
+	name := vol.File().Name()
+	if vol.ReadOnly() {
+		f, err = v.jail.toRead(name, unix.O_NOFOLLOW)
+	} else {
+		f, err = os.OpenFile(name, os.O_RDWR|unix.O_NOFOLLOW, 0)
+	}
+	if err != nil {
+		return nil, err
+	}
+	is, err1 := f.Stat()
+	was, err2 := vol.File().Stat()
+	if err = errors.Join(err1, err2); err == nil && !os.SameFile(is, was) {
+		err = fmt.Errorf("%s is not the file of the volume any more", name)
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
 // Substitute must not be called during a capture. It reads the new layer, so it may wait for the host's disk.
 func (v *VM) Substitute(layers []string, by string) error {
 	v.grants.read(by)
@@ -701,6 +754,7 @@ func (v *VM) close() error {
 	if v.console != nil {
 		errs = append(errs, v.console.close(v.times.soon))
 	}
+	errs = append(errs, v.release())
 	for _, c := range closers {
 		errs = append(errs, c.Close())
 	}
@@ -766,8 +820,9 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 	}
 	fail := func(err error) (startOrder, []*os.File, error) { return s, files, err }
 	paths := []string{p.Image}
+	shared := []string{p.Image}
 	if p.SystemDisk != "" {
-		paths = append(paths, p.SystemDisk)
+		paths, shared = append(paths, p.SystemDisk), append(shared, p.SystemDisk)
 	}
 	if dir == "" && p.RAM == nil {
 		paths = append(paths, p.Kernel)
@@ -776,7 +831,10 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 		}
 	}
 	if n := len(p.Disk.Layers); n > 0 {
-		paths = append(paths, p.Disk.Layers[:n-1]...)
+		paths, shared = append(paths, p.Disk.Layers[:n-1]...), append(shared, p.Disk.Layers[:n-1]...)
+	}
+	if err := v.hold(shared...); err != nil {
+		return fail(err)
 	}
 	for _, path := range paths {
 		if err := open(path); err != nil {
@@ -844,7 +902,7 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 	}
 	for i, vol := range p.Volumes {
 		s.Volumes = append(s.Volumes, volumeOrder{vol.Record(), vol.ReadOnly()})
-		f, err := rpc.Dup(vol.File())
+		f, err := v.openVolume(vol)
 		if err != nil {
 			return fail(err)
 		}
