@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -31,6 +32,34 @@ func realHost(t *testing.T, name string, store blob.Store, o cluster.Options) *h
 	t.Helper()
 	e := guesttest.New(t)
 	return (&host{t: t, name: name, bare: e.Store.With(e.Launcher), store: store, o: o}).begin()
+}
+
+// booted is the directory of a store in which the sandbox "box" sleeps. It is booted once for all tests.
+var booted struct {
+	sync.Once
+	dir string
+}
+
+// bootedBox returns a store of a test's own in which the sandbox "box" sleeps.
+func bootedBox(t *testing.T) blob.Store {
+	t.Helper()
+	booted.Do(func() {
+		at, err := os.MkdirTemp("", "booted-")
+		must(t, err)
+		t.Run("boot", func(t *testing.T) {
+			h := realHost(t, "first", sealedDir(t, at), cluster.Options{})
+			_, err := h.Create(t.Context(), sandbox.Spec{Name: "box", Image: guesttest.ImageTag, MemoryMiB: 256}, sandbox.CreateOptions{Boot: true})
+			must(t, err)
+			h.sleep("box")
+			booted.dir = at
+		})
+	})
+	if booted.dir == "" {
+		t.Fatal("the sandbox could not be booted: the first test that needs it says why")
+	}
+	own := t.TempDir()
+	must(t, os.CopyFS(own, os.DirFS(booted.dir)))
+	return sealedDir(t, own)
 }
 
 // says runs a shell command in a sandbox, which may be on another host.
@@ -69,12 +98,11 @@ func (h *host) number(name, file string) int {
 
 // A guest goes from host to host with its memory, its processes and its disk, and goes on elsewhere when its host dies.
 func TestGuest_goes_on_where_it_was_on_any_host(t *testing.T) {
-	store := dir(t)
+	store := bootedBox(t)
 	const ttl = 40 * time.Second // a busy machine may take 20 s to publish a snapshot; eventually waits a minute
 	a, b := realHost(t, "a", store, cluster.Options{TTL: ttl}), realHost(t, "b", store, cluster.Options{TTL: ttl})
-	_, err := a.Create(t.Context(), sandbox.Spec{Name: "box", Image: guesttest.ImageTag}, sandbox.CreateOptions{Boot: true})
-	must(t, err)
 	const counter = "while :; do i=$((i+1)); echo $i > /dev/shm/new; mv /dev/shm/new /dev/shm/n; sleep 0.1; done"
+	a.wake("box")
 	pid := a.starts("box", "/bin/sh", "-c", counter)
 	a.says("box", "echo from-a > /root/file; while ! test -e /dev/shm/n; do sleep 0.1; done")
 	boot := a.says("box", "cat /proc/sys/kernel/random/boot_id")
@@ -117,16 +145,15 @@ func TestGuest_goes_on_where_it_was_on_any_host(t *testing.T) {
 
 // A guest runs while most of its memory is still in the store, and all of it arrives.
 func TestGuest_runs_before_its_memory_has_arrived(t *testing.T) {
-	near := dir(t)
+	near := bootedBox(t)
 	far := &farStore{Store: near}
 	const ttl = 2 * time.Minute
 	a, b := realHost(t, "a", near, cluster.Options{TTL: ttl}), realHost(t, "b", far, cluster.Options{TTL: ttl})
-	_, err := a.Create(t.Context(), sandbox.Spec{Name: "box", Image: guesttest.ImageTag, MemoryMiB: 256}, sandbox.CreateOptions{Boot: true})
-	must(t, err)
+	a.wake("box")
 	a.starts("box", "python3", "-I", "-S", "-c", hoarder)
 	a.says("box", "while ! test -e /dev/shm/n; do sleep 0.1; done")
 	for range 2 { // the first wake records what the second one needs
-		_, err = a.Sandbox("box").Sleep(t.Context(), sandbox.SleepOptions{})
+		_, err := a.Sandbox("box").Sleep(t.Context(), sandbox.SleepOptions{})
 		must(t, err)
 		a.says("box", "cat /dev/shm/n")
 	}
@@ -195,18 +222,17 @@ func TestGuest_runs_before_its_memory_has_arrived(t *testing.T) {
 // A guest whose memory is on its way stands still while its host has no lease, since it cannot sleep, and then goes on
 // with what it has done.
 func TestGuest_stands_still_while_the_store_is_away(t *testing.T) {
-	near := dir(t)
+	near := bootedBox(t)
 	far := &farStore{Store: near}
 	const ttl = 15 * time.Second
 	a, b := realHost(t, "a", near, cluster.Options{TTL: ttl}), realHost(t, "b", far, cluster.Options{TTL: ttl})
-	_, err := a.Create(t.Context(), sandbox.Spec{Name: "box", Image: guesttest.ImageTag, MemoryMiB: 256}, sandbox.CreateOptions{Boot: true})
-	must(t, err)
+	a.wake("box")
 	a.starts("box", "python3", "-I", "-S", "-c", hoarder)
 	a.says("box", "while ! test -e /dev/shm/n; do sleep 0.1; done")
 	sum, count := a.says("box", "cat /dev/shm/sum"), a.number("box", "/dev/shm/n")
 	a.sleep("box")
 	far.rate(2e6)
-	_, err = b.Sandbox("box").Wake(t.Context())
+	_, err := b.Sandbox("box").Wake(t.Context())
 	must(t, err)
 	b.says("box", "echo since-its-wake > /dev/shm/work")
 	r, err := b.State.Get("box")
@@ -422,14 +448,13 @@ const movesEnv = "DROWSE_TEST_MOVES"
 // A guest moves while its process works and answers a client of a gateway: that goes on, and its memory and its disk
 // are what they were.
 func TestGuest_moves_while_it_works(t *testing.T) {
-	store := dir(t)
+	store := bootedBox(t)
 	a, b := realGate(t, "a", store), realGate(t, "b", store)
-	_, err := a.Create(t.Context(), sandbox.Spec{Name: "box", Image: guesttest.ImageTag, MemoryMiB: 256}, sandbox.CreateOptions{Boot: true})
-	must(t, err)
+	a.wake("box")
 	a.starts("box", "python3", "-I", "-S", "-c", worker)
 	a.says("box", `python3 -I -S -c "import hashlib; open('/root/large', 'wb').write(hashlib.shake_128(b'x').digest(8 << 20))"
 		sha256sum /root/large > /root/sum; while ! test -e /dev/shm/n; do sleep 0.1; done`)
-	_, err = a.State.SetMetadata(t.Context(), "box", func(m *spec.Metadata, _ error) error { m.Gateway = spec.Gateway{AllPublic: true}; return nil })
+	_, err := a.State.SetMetadata(t.Context(), "box", func(m *spec.Metadata, _ error) error { m.Gateway = spec.Gateway{AllPublic: true}; return nil })
 	must(t, err)
 	a.startsAs("server", "box", "python3", "-I", "-S", "-c", answers)
 	ctx, cancel := context.WithCancel(t.Context())

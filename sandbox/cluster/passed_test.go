@@ -94,18 +94,6 @@ func (d *door) as(name, owner string, scopes ...tokens.Scope) *client.Client {
 	return client.New(d.url, secret, &http.Client{Transport: tr})
 }
 
-// wake wakes a sandbox, also on a machine that is busy.
-func (d *door) wake(name string) {
-	d.t.Helper()
-	eventually(d.t, name+" wakes", func() bool {
-		_, err := d.Sandbox(name).Wake(d.t.Context())
-		if err != nil && !errors.Is(err, spec.ErrUnclaimed) {
-			d.t.Fatal(err)
-		}
-		return err == nil
-	})
-}
-
 // own makes a sandbox of an owner, which runs here and is shared.
 func (d *door) own(name, owner string) {
 	d.t.Helper()

@@ -37,6 +37,7 @@ func TestMain(m *testing.M) {
 	guesttest.MainOf(func() int {
 		before := goleak.IgnoreCurrent()
 		code := m.Run()
+		os.RemoveAll(booted.dir)
 		if code == 0 {
 			if err := goleak.Find(before); err != nil {
 				fmt.Fprintln(os.Stderr, err)
@@ -186,10 +187,27 @@ func (h *host) sleep(name string) {
 	must(h.t, h.node.Publish(h.t.Context(), name))
 }
 
+// wake wakes a sandbox, also on a machine that is busy.
+func (h *host) wake(name string) {
+	h.t.Helper()
+	eventually(h.t, name+" wakes", func() bool {
+		_, err := h.Sandbox(name).Wake(h.t.Context())
+		if err != nil && !errors.Is(err, spec.ErrUnclaimed) {
+			h.t.Fatal(err)
+		}
+		return err == nil
+	})
+}
+
 // dir returns a store that encrypts.
 func dir(t testing.TB) blob.Store {
 	t.Helper()
-	d, err := blob.OpenDir(t.TempDir())
+	return sealedDir(t, t.TempDir())
+}
+
+func sealedDir(t testing.TB, at string) blob.Store {
+	t.Helper()
+	d, err := blob.OpenDir(at)
 	must(t, err)
 	file := filepath.Join(t.TempDir(), "keys")
 	must(t, os.WriteFile(file, []byte(strings.Repeat("5e", 32)+"\n"+strings.Repeat("a1", 32)+" alice\n"), 0o600))
