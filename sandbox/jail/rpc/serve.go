@@ -34,6 +34,9 @@ func (c *Conn) read() {
 func (c *Conn) receive(a *assembler) error {
 	packet := make([]byte, packetSize)
 	oob := make([]byte, unix.CmsgSpace(c.o.MaxFiles*4))
+	// A call is cancelled once, and a handler may bound how fast the peer calls. A peer that cancels what it has not
+	// called would have this end work as fast as it likes.
+	cancellations := c.o.MaxCalls
 	for {
 		n, fds, err := c.socket.receive(packet, oob)
 		if err != nil {
@@ -54,10 +57,14 @@ func (c *Conn) receive(a *assembler) error {
 		}
 		switch m.kind {
 		case kindCall, kindPost:
+			cancellations++
 			err = c.accept(m)
 		case kindReply, kindError:
 			err = c.settle(m.id, answer{m: m})
 		case kindCancel:
+			if cancellations--; cancellations < 0 {
+				return broken("it has cancelled more calls than it has made")
+			}
 			c.mu.Lock()
 			if s := c.serving[m.id]; s != nil { // or the answer is on its way
 				s.cancel()
