@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -17,42 +18,37 @@ import (
 )
 
 // slow gives a pace a clock that only its own waits move.
-func (p *pace) slow() (slept *time.Duration) {
+func slow(p *rpc.Pace) (slept *time.Duration) {
 	slept = new(time.Duration)
 	begin := time.Now()
-	p.now = func() time.Time { return begin.Add(*slept) }
-	p.sleep = func(d time.Duration) { *slept += d }
+	p.Now = func() time.Time { return begin.Add(*slept) }
+	p.Sleep = func(d time.Duration) { *slept += d }
 	return slept
 }
 
 func TestAttack_process_that_asks_without_end_takes_the_processors_of_its_keeper(t *testing.T) {
 	j, _ := cell(t)
-	slept := j.vm.pace.slow()
-	for range 3*callBurst + callsPerSecond*7 {
+	const calls = 3*callBurst + callsPerSecond*7
+	slept := slow(j.vm.pace)
+	for range calls {
 		if _, _, err := j.vm.serve(t.Context(), callFile, json.RawMessage(`{}`), nil); !errors.Is(err, unix.EACCES) {
 			t.Fatal(err)
 		}
 	}
+	// Each has two bytes, which count little.
 	if want := (2*callBurst/callsPerSecond + 7) * time.Second; *slept < want-time.Second || *slept > want+time.Second {
 		t.Errorf("it has waited for %v, want %v", *slept, want)
 	}
-}
-
-func TestPace_lets_a_burst_pass_and_recovers(t *testing.T) {
-	p := newPace(10, 2)
-	slept := p.slow()
-	p.wait(10)
-	if *slept != 0 {
-		t.Errorf("the burst has waited for %v", *slept)
+	// Nor by few that take long to read.
+	*slept = 0
+	long := json.RawMessage(`{"op":"` + strings.Repeat("x", maxMessage-9) + `"}`)
+	for range 10 {
+		if _, _, err := j.vm.serve(t.Context(), callFile, long, nil); !errors.Is(err, unix.EACCES) {
+			t.Fatal(err)
+		}
 	}
-	p.wait(4)
-	if *slept != 2*time.Second {
-		t.Errorf("4 more have waited for %v, want 2 s", *slept)
-	}
-	*slept += time.Hour
-	before := *slept
-	if p.wait(10); *slept != before {
-		t.Errorf("after an hour, a burst has waited for %v", *slept-before)
+	if *slept < 5*time.Second {
+		t.Errorf("with 10 MiB in ten calls it has waited for %v", *slept)
 	}
 }
 

@@ -56,7 +56,7 @@ type VM struct {
 	times  times
 	orders atomic.Uint64 // numbers of captures and seals
 	dials  chan struct{} // an element for each Dial under way
-	pace   *pace         // of what the process asks for
+	pace   *rpc.Pace     // of what the process asks for
 
 	done    chan struct{} // closed when the machine has ended
 	endOnce sync.Once
@@ -88,7 +88,7 @@ type VM struct {
 
 func newVM(j *Jail) *VM {
 	return &VM{jail: j, done: make(chan struct{}), log: slog.New(slog.DiscardHandler), times: usualTimes,
-		dials: make(chan struct{}, maxDials), pace: newPace(callBurst, callsPerSecond)}
+		dials: make(chan struct{}, maxDials), pace: rpc.NewPace(callBurst, callsPerSecond)}
 }
 
 // times are how long the keeper waits for its confined process.
@@ -761,6 +761,13 @@ func (v *VM) close() error {
 	return errors.Join(errs...)
 }
 
+// How fast a process may call its keeper, connections of the guest to ports of the host among the calls, and write to
+// its console, in bytes. A guest's UART gives less than a MiB a second.
+const (
+	callBurst, callsPerSecond = 2000, 1000
+	consoleBurst, consoleRate = 8 << 20, 4 << 20
+)
+
 // console copies what the guest writes to its serial port.
 type console struct {
 	r    *os.File
@@ -775,11 +782,11 @@ func copyConsole(to io.Writer) (c *console, w *os.File, err error) {
 	c = &console{r, make(chan struct{})}
 	go func() {
 		defer close(c.done)
-		buf, pace := make([]byte, 4<<10), newPace(consoleBurst, consoleRate)
+		buf, pace := make([]byte, 4<<10), rpc.NewPace(consoleBurst, consoleRate)
 		for {
 			n, err := r.Read(buf)
 			if n > 0 {
-				pace.wait(float64(n))
+				pace.Wait(float64(n))
 				_, _ = to.Write(buf[:n]) // a console that cannot be written is lost, and the guest runs on
 			}
 			if err != nil {
@@ -922,7 +929,7 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 func (v *VM) serve(ctx context.Context, method string, body []byte, files []*os.File) (
 	reply any, out []*os.File, err error) {
 	defer closeAll(files)
-	v.pace.wait(1)
+	v.pace.Call(body)
 	if !v.serving.Load() {
 		return nil, nil, errRefused
 	}

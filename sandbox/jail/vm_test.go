@@ -622,7 +622,7 @@ func TestA_flood_of_calls_and_posts_does_no_harm(t *testing.T) {
 		p.Symbolize = func(uint64) (string, uint64, bool) { return "f", 0, true }
 	})
 	patient(v)
-	v.pace = newPace(math.MaxInt32, 1)
+	v.pace = rpc.NewPace(math.MaxInt32, 1)
 	sameFDs(t)
 	var wg sync.WaitGroup
 	for i := range 64 {

@@ -266,7 +266,8 @@ func (h *Helper) give(uid uint32) {
 
 // serve serves one connection, until it or the context ends.
 func (h *Helper) serve(ctx context.Context, f *os.File, uid uint32) {
-	l := &lent{h: h, uid: uid, reads: make(chan struct{}, helperReads), begun: make(chan struct{}), connected: make(chan struct{})}
+	l := &lent{h: h, uid: uid, reads: make(chan struct{}, helperReads), begun: make(chan struct{}), connected: make(chan struct{}),
+		pace: rpc.NewPace(callBurst, callsPerSecond)}
 	conn, err := rpc.New(f, helperOptions(l.serve))
 	if err != nil {
 		h.Log.Warn("serving a user", "uid", uid, "error", err)
@@ -300,6 +301,7 @@ type lent struct {
 	begun     chan struct{} // closed at the first call
 	once      sync.Once
 	reads     chan struct{}
+	pace      *rpc.Pace // of all calls
 	changes   bucket
 	use       sync.RWMutex // held while the link's maps are read
 
@@ -317,6 +319,7 @@ var (
 // serve does what a user asks for. It takes no descriptors, and no names of files.
 func (l *lent) serve(ctx context.Context, method string, body []byte, files []*os.File) (any, []*os.File, error) {
 	closeAll(files)
+	l.pace.Call(body)
 	<-l.connected
 	l.once.Do(func() { close(l.begun) })
 	if reply, files, known, err := l.change(method, body); known {

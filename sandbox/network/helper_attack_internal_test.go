@@ -335,7 +335,8 @@ func FuzzHelper_calls(f *testing.F) {
 			link: stillLink{}, flows: stillLog{}}
 		n.remote = &remote{n: n, name: "x"} // so the host is left alone
 		n.keeper = newKeeper(n)
-		l := &lent{h: &Helper{}, n: n, reads: make(chan struct{}, 1), begun: make(chan struct{}), connected: make(chan struct{})}
+		l := &lent{h: &Helper{}, n: n, reads: make(chan struct{}, 1), begun: make(chan struct{}), connected: make(chan struct{}),
+			pace: rpc.NewPace(callBurst, callsPerSecond)}
 		close(l.connected)
 		for _, up := range []bool{false, true} {
 			l.up = up

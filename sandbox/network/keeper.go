@@ -61,6 +61,8 @@ type keeper struct {
 	// asked and dialled bound what the process has the keeper do, in its own limits.
 	asked, pinned, dialled bucket
 	failed                 atomic.Uint64 // checked connections that were not passed
+	// pace bounds how fast the process asks for anything.
+	pace *rpc.Pace
 
 	countsMu sync.Mutex // guards what follows
 	ended    counts     // of the processes that have ended, as they were last seen
@@ -141,7 +143,8 @@ type checked struct {
 }
 
 func newKeeper(n *Network) *keeper {
-	return &keeper{n: n, dial: tlsname.Dial, flows: map[uint64]*checked{}, awaited: map[string]bool{}}
+	return &keeper{n: n, dial: tlsname.Dial, flows: map[uint64]*checked{}, awaited: map[string]bool{},
+		pace: rpc.NewPace(callBurst, callsPerSecond)}
 }
 
 var errNone = errors.New("the VM's network process is not there")
@@ -487,6 +490,7 @@ var (
 // serve judges the calls of the network process.
 func (k *keeper) serve(ctx context.Context, method string, body []byte, files []*os.File) (any, []*os.File, error) {
 	closeAll(files)
+	k.pace.Call(body)
 	now := k.current.Load()
 	p := now.order.Policy
 	switch method {

@@ -33,6 +33,10 @@ const (
 	callProxied   = "proxied"    // proxy.Event -> nothing
 )
 
+// How fast the network process may call its keeper, and a user's process the helper. A query takes up to 17 calls, and
+// a policy may allow many queries.
+const callBurst, callsPerSecond = 20_000, 10_000
+
 // maxCalls is how many calls may be in progress: each connection may wait for its peer.
 const maxCalls = 1024
 

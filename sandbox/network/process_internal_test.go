@@ -656,6 +656,18 @@ func TestAttack_network_process_in_the_hands_of_its_guest_gains_nothing_that_its
 			t.Fatal("questions have no bound")
 		}
 	}
+	// So has all that it asks: its keeper's work does not count for it.
+	k, begin, slept := newKeeper(n), time.Now(), time.Duration(0)
+	k.current.Store(n.keeper.current.Load())
+	k.pace.Now, k.pace.Sleep = func() time.Time { return begin.Add(slept) }, func(d time.Duration) { slept += d }
+	for range 2*callBurst + 3*callsPerSecond {
+		if _, _, err := k.serve(t.Context(), callLives, []byte("1"), nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if slept < 3*time.Second {
+		t.Errorf("with %d calls it has waited for %v", 2*callBurst+3*callsPerSecond, slept)
+	}
 	// Nor can it answer somebody else.
 	r, _ := n.keeper.get()
 	if r == nil {
