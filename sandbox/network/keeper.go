@@ -362,6 +362,7 @@ func (k *keeper) relayAnswers(r *running) {
 		if err != nil {
 			return
 		}
+		k.pace.Call(b[:n])
 		if pc := k.n.queries.Load(); n > queryHeader && pc != nil && *pc != nil && k.isGuest(header(b).Addr()) {
 			_, _ = (*pc).WriteTo(b[queryHeader:n], net.UDPAddrFromAddrPort(header(b)))
 		}

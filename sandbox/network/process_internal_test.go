@@ -668,6 +668,25 @@ func TestAttack_network_process_in_the_hands_of_its_guest_gains_nothing_that_its
 	if slept < 3*time.Second {
 		t.Errorf("with %d calls it has waited for %v", 2*callBurst+3*callsPerSecond, slept)
 	}
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	its, relayed := os.NewFile(uintptr(pair[1]), "its end"), make(chan bool)
+	flooded := &running{queries: os.NewFile(uintptr(pair[0]), "queries")}
+	before := slept // of what it had at once, nothing is left
+	go func() { k.relayAnswers(flooded); close(relayed) }()
+	for range 2 * callsPerSecond {
+		if _, err := its.Write(make([]byte, queryHeader)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	its.Close()
+	<-relayed
+	flooded.queries.Close()
+	if slept-before < time.Second {
+		t.Errorf("with %d answers to nobody it has waited for %v", 2*callsPerSecond, slept-before)
+	}
 	// Nor can it answer somebody else.
 	r, _ := n.keeper.get()
 	if r == nil {
