@@ -52,6 +52,40 @@ func TestAttack_process_that_asks_without_end_takes_the_processors_of_its_keeper
 	}
 }
 
+// arrivals tells of each write.
+type arrivals chan int
+
+func (a arrivals) Write(p []byte) (int, error) {
+	a <- len(p)
+	return len(p), nil
+}
+
+// A process writes to its console byte by byte, and its keeper reads each by itself.
+func TestAttack_console_that_is_written_byte_by_byte_takes_a_processor_of_the_keeper(t *testing.T) {
+	const burst, perSecond, bytes = 100, 1000, 5000
+	pace := rpc.NewPace(burst<<10, perSecond<<10)
+	slept := slow(pace)
+	to := make(arrivals)
+	c, w, err := copyConsole(to, pace)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range bytes {
+		if _, err := w.Write([]byte{'x'}); err != nil {
+			t.Fatal(err)
+		}
+		if n := <-to; n != 1 {
+			t.Fatalf("%d bytes were read at once", n)
+		}
+	}
+	if err := errors.Join(w.Close(), c.close(time.Minute)); err != nil {
+		t.Error(err)
+	}
+	if *slept < time.Second {
+		t.Errorf("for %d reads it has waited for %v", bytes, *slept)
+	}
+}
+
 func TestNames_that_a_process_may_read_are_no_more_than_its_disk_has_layers(t *testing.T) {
 	g := newGrants(instance.Parts{Image: "/image", Disk: disk.Stack{Layers: []string{"/l/1", "/l/2"}}}, "")
 	for range 1000 {

@@ -774,7 +774,7 @@ type console struct {
 	done chan struct{}
 }
 
-func copyConsole(to io.Writer) (c *console, w *os.File, err error) {
+func copyConsole(to io.Writer, pace *rpc.Pace) (c *console, w *os.File, err error) {
 	r, w, err := os.Pipe()
 	if err != nil {
 		return nil, nil, fmt.Errorf("making the guest's console: %w", err)
@@ -782,11 +782,11 @@ func copyConsole(to io.Writer) (c *console, w *os.File, err error) {
 	c = &console{r, make(chan struct{})}
 	go func() {
 		defer close(c.done)
-		buf, pace := make([]byte, 4<<10), rpc.NewPace(consoleBurst, consoleRate)
+		buf := make([]byte, 4<<10)
 		for {
 			n, err := r.Read(buf)
 			if n > 0 {
-				pace.Wait(float64(n))
+				pace.Read(n)
 				_, _ = to.Write(buf[:n]) // a console that cannot be written is lost, and the guest runs on
 			}
 			if err != nil {
@@ -917,7 +917,7 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 	}
 	if p.Console != nil {
 		var w *os.File
-		if v.console, w, err = copyConsole(p.Console); err != nil {
+		if v.console, w, err = copyConsole(p.Console, rpc.NewPace(consoleBurst, consoleRate)); err != nil {
 			return fail(err)
 		}
 		add(passConsole, w)

@@ -275,10 +275,11 @@ func (o *jailOutput) copy() {
 }
 
 // The log leaves out what is too much. So that reading that is no work either, a process that writes more than logFlood
-// bytes within logSpan waits.
+// bytes within logSpan waits. A short line is as much work as one of logLine bytes.
 const (
 	logFlood = 8 << 20
 	logSpan  = time.Second
+	logLine  = 256
 )
 
 // newLogPace returns what is called with the length of each line, and sleeps if it was too much.
@@ -291,7 +292,7 @@ func newLogPace() func(n int) {
 			time.Sleep(logSpan - spent)
 			since, sum = time.Now(), 0
 		}
-		sum += n
+		sum += max(n, logLine)
 	}
 }
 

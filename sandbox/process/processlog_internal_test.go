@@ -93,3 +93,15 @@ func TestAttack_log_of_a_process_has_a_rate(t *testing.T) {
 		t.Errorf("it does not end with %q", want)
 	}
 }
+
+// A process that writes empty lines has its keeper read millions of them in a second, on a processor that does not
+// count for it.
+func TestAttack_log_of_a_process_is_read_no_faster_for_short_lines(t *testing.T) {
+	begin, pace := time.Now(), newLogPace()
+	for range logFlood/logLine + 2 {
+		pace(1)
+	}
+	if took := time.Since(begin); took < logSpan {
+		t.Errorf("%d lines were read in %v", logFlood/logLine, took)
+	}
+}

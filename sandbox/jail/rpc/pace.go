@@ -29,6 +29,12 @@ const perKiB = 1
 // Call is Wait for a call with this body.
 func (p *Pace) Call(body []byte) { p.Wait(1 + perKiB*float64(len(body))/(1<<10)) }
 
+// minRead is how many bytes a read counts for at least: it takes about as long as copying so many.
+const minRead = 256
+
+// Read is Wait for n bytes that one read(2) has given.
+func (p *Pace) Read(n int) { p.Wait(float64(max(n, minRead))) }
+
 // Wait takes n of what there is, and returns when there was so much. The waits of several goroutines add up.
 func (p *Pace) Wait(n float64) {
 	p.mu.Lock()
