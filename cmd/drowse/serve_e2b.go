@@ -13,6 +13,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox/e2b"
 	"github.com/drowse-vm/drowse/sandbox/gateway"
 	"github.com/drowse-vm/drowse/sandbox/supervisor"
@@ -77,9 +78,17 @@ func (f *e2bFlags) open(a *app, of *member, web *apiFlags, o *supervisor.Options
 	options := e2b.Options{
 		Host: s, Tokens: tokens, Identities: web.tcp.Identities, Domain: f.domain, Templates: map[string]string{}, Network: mayHaveNetworks(), DNS: servers, Peers: of.peers, Cluster: of.list, Log: a.log,
 	}
+	options.Pull = func(ctx context.Context, ref string) error {
+		images, err := image.OpenStore(s.State.ImageDir())
+		if err != nil {
+			return err
+		}
+		_, err = a.pull(ctx, images, ref, pullFlags{})
+		return err
+	}
 	for _, t := range f.templates {
-		name, image, _ := strings.Cut(t, "=")
-		options.Templates[name] = image
+		name, from, _ := strings.Cut(t, "=")
+		options.Templates[name] = from
 	}
 	var c *tls.Config
 	if f.cert != "" {

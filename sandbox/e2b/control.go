@@ -3,10 +3,9 @@ package e2b
 import (
 	"cmp"
 	"context"
-	"crypto/rand"
-	"encoding/base64"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/url"
 	"slices"
@@ -14,11 +13,12 @@ import (
 	"strings"
 	"time"
 
-	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
+	"github.com/drowse-vm/drowse/sandbox/e2b/answers"
+	"github.com/drowse-vm/drowse/sandbox/e2b/templates"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -31,42 +31,36 @@ const (
 )
 
 // handler answers a request of the control plane. A nil body is no content.
-type handler func(w http.ResponseWriter, r *http.Request) (status int, body any, err error)
+type handler = templates.Handler
 
 // routes sets up the control plane.
 func (s *Server) routes() {
-	for pattern, h := range map[string]handler{
-		"POST /sandboxes":                    s.created(oldDefaultTimeout),
-		"POST /v2/sandboxes":                 s.created(defaultTimeout),
-		"POST /sandboxes/{id}/connect":       s.onBox(s.connect),
-		"POST /v2/sandboxes/{id}/connect":    s.onBox(s.connect),
-		"POST /sandboxes/{id}/resume":        s.onBox(s.resumeOld),
-		"GET /sandboxes":                     s.list,
-		"GET /v2/sandboxes":                  s.list,
-		"GET /sandboxes/{id}":                s.onBox(s.detail),
-		"DELETE /sandboxes/{id}":             s.onBox(s.kill),
-		"POST /sandboxes/{id}/pause":         s.onBox(s.pause),
-		"POST /sandboxes/{id}/fork":          s.onBox(s.fork),
-		"POST /sandboxes/{id}/timeout":       s.onBox(s.timeout),
-		"POST /sandboxes/{id}/refreshes":     s.onBox(s.refresh),
-		"PUT /sandboxes/{id}/network":        s.onBox(s.setNetwork),
-		"GET /sandboxes/{id}/metrics":        s.onBox(s.metricsOf),
-		"GET /sandboxes/metrics":             s.metricsOfAll,
-		"GET /sandboxes/{id}/logs":           s.onBox(s.logs),
-		"GET /v2/sandboxes/{id}/logs":        s.onBox(s.logs),
-		"POST /sandboxes/{id}/snapshots":     s.onBox(s.snapshot),
-		"GET /snapshots":                     s.snapshots,
-		"DELETE /templates/{id}":             s.removeTemplate,
-		"GET /templates":                     s.templates,
-		"GET /templates/aliases/{id}":        s.alias,
-		"POST /v3/templates":                 noTemplates,
-		"POST /v2/templates":                 noTemplates,
-		"POST /templates":                    noTemplates,
-		"GET /templates/{id}/files/{hash}":   noTemplates,
-		"POST /v2/templates/{id}/builds/{b}": noTemplates,
-		"GET /volumes":                       noVolumes, "POST /volumes": noVolumes,
-		"GET /secrets": noSecrets, "POST /secrets": noSecrets,
-	} {
+	routes := map[string]handler{
+		"POST /sandboxes":                 s.created(oldDefaultTimeout),
+		"POST /v2/sandboxes":              s.created(defaultTimeout),
+		"POST /sandboxes/{id}/connect":    s.onBox(s.connect),
+		"POST /v2/sandboxes/{id}/connect": s.onBox(s.connect),
+		"POST /sandboxes/{id}/resume":     s.onBox(s.resumeOld),
+		"GET /sandboxes":                  s.list,
+		"GET /v2/sandboxes":               s.list,
+		"GET /sandboxes/{id}":             s.onBox(s.detail),
+		"DELETE /sandboxes/{id}":          s.onBox(s.kill),
+		"POST /sandboxes/{id}/pause":      s.onBox(s.pause),
+		"POST /sandboxes/{id}/fork":       s.onBox(s.fork),
+		"POST /sandboxes/{id}/timeout":    s.onBox(s.timeout),
+		"POST /sandboxes/{id}/refreshes":  s.onBox(s.refresh),
+		"PUT /sandboxes/{id}/network":     s.onBox(s.setNetwork),
+		"GET /sandboxes/{id}/metrics":     s.onBox(s.metricsOf),
+		"GET /sandboxes/metrics":          s.metricsOfAll,
+		"GET /sandboxes/{id}/logs":        s.onBox(s.logs),
+		"GET /v2/sandboxes/{id}/logs":     s.onBox(s.logs),
+		"POST /sandboxes/{id}/snapshots":  s.onBox(s.snapshot),
+		"GET /snapshots":                  s.snapshots,
+		"/volumes":                        noVolumes, "/volumes/{rest...}": noVolumes, "/volumecontent/{rest...}": noVolumes,
+		"/secrets": noSecrets, "/secrets/{rest...}": noSecrets,
+	}
+	maps.Copy(routes, s.templates.Routes())
+	for pattern, h := range routes {
 		s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
 			status, body, err := h(w, r)
 			switch {
@@ -76,7 +70,7 @@ func (s *Server) routes() {
 			case body == nil:
 				w.WriteHeader(status)
 			default:
-				writeJSON(w, status, body)
+				answers.WriteJSON(w, status, body)
 			}
 		})
 	}
@@ -90,22 +84,18 @@ func (s *Server) answerError(w http.ResponseWriter, r *http.Request, err error) 
 		if !idRE.MatchString(id) {
 			id = ""
 		}
-		s.report(r.Pattern, id, cmp.Or(e.cause, error(e)))
+		s.report(r.Pattern, id, cmp.Or(e.Cause, error(e)))
 	}
 	unread(w, r)
-	e.write(w)
-}
-
-func noTemplates(http.ResponseWriter, *http.Request) (int, any, error) {
-	return 0, nil, fail(http.StatusNotImplemented, "templates are images of the host: build one with `drowse image build`, and use its name as the template")
+	e.Write(w)
 }
 
 func noVolumes(http.ResponseWriter, *http.Request) (int, any, error) {
-	return 0, nil, fail(http.StatusNotImplemented, "volumes are not supported on this wire: use drowse's own API")
+	return 0, nil, answers.Fail(http.StatusNotImplemented, "volumes are not supported on this wire: use drowse's own API")
 }
 
 func noSecrets(http.ResponseWriter, *http.Request) (int, any, error) {
-	return 0, nil, fail(http.StatusNotImplemented, "secrets are not supported on this wire: use drowse's own API")
+	return 0, nil, answers.Fail(http.StatusNotImplemented, "secrets are not supported on this wire: use drowse's own API")
 }
 
 // serveControl serves the control plane to callers with a key.
@@ -114,26 +104,32 @@ func (s *Server) serveControl(w http.ResponseWriter, r *http.Request) {
 		w.WriteHeader(http.StatusNoContent)
 		return
 	}
+	if r.Method == http.MethodPut && strings.HasPrefix(r.URL.Path, templates.UploadPath) {
+		if err := s.templates.Put(w, r); err != nil {
+			s.answerError(w, r, err)
+		}
+		return
+	}
 	key, err := s.key(r)
 	if err != nil {
 		s.answerError(w, r, err)
 		return
 	}
 	if !key.Scopes.Has(tokens.ScopeRead) || r.Method != http.MethodGet && !mayAct(key) {
-		s.answerError(w, r, fail(http.StatusForbidden, "the key does not allow it: make one with `drowse token create --e2b --scope read,exec,files,create`"))
+		s.answerError(w, r, answers.Fail(http.StatusForbidden, "the key does not allow it: make one with `drowse token create --e2b --scope read,exec,files,create`"))
 		return
 	}
 	select {
 	case s.slots <- struct{}{}:
 	default:
-		s.answerError(w, r, fail(http.StatusTooManyRequests, "%d requests are under way", maxControl))
+		s.answerError(w, r, answers.Fail(http.StatusTooManyRequests, "%d requests are under way", maxControl))
 		return
 	}
 	defer func() { <-s.slots }()
 	ctx, cancel := context.WithTimeout(r.Context(), controlTime)
 	defer cancel()
 	if _, pattern := s.mux.Handler(r); pattern == "" {
-		s.answerError(w, r, fail(http.StatusNotFound, "there is no such route"))
+		s.answerError(w, r, answers.Fail(http.StatusNotFound, "there is no such route"))
 		return
 	}
 	s.mux.ServeHTTP(w, r.WithContext(context.WithValue(ctx, keyToken, key)))
@@ -166,28 +162,28 @@ func (s *Server) key(r *http.Request) (tokens.Token, error) {
 	case len(shown) == 0 && len(r.Header.Values("Authorization")) == 0 && r.TLS != nil && len(r.TLS.PeerCertificates) > 0:
 		// A browser shows its user's certificate for any page that asks.
 		if r.Header.Get("Origin") != "" || r.Header.Get("Sec-Fetch-Site") != "" {
-			return tokens.Token{}, fail(http.StatusForbidden, "a page needs a key: send it as X-API-KEY")
+			return tokens.Token{}, answers.Fail(http.StatusForbidden, "a page needs a key: send it as X-API-KEY")
 		}
 		id, wait, err = s.o.Identities.AdmitCertificate(r.TLS)
 	case len(shown) == 0:
-		return tokens.Token{}, fail(http.StatusUnauthorized, "a key is missing: send it as X-API-KEY")
+		return tokens.Token{}, answers.Fail(http.StatusUnauthorized, "a key is missing: send it as X-API-KEY")
 	default:
 		for _, other := range shown[1:] {
 			if other != shown[0] {
-				return tokens.Token{}, fail(http.StatusUnauthorized, "the request has two keys")
+				return tokens.Token{}, answers.Fail(http.StatusUnauthorized, "the request has two keys")
 			}
 		}
 		id, wait, err = s.o.Identities.Admit(r.Context(), s.o.Tokens, shown[0])
 	}
 	switch {
 	case errors.Is(err, tokens.ErrExpired), errors.Is(err, tokens.ErrUnknown):
-		return id.Token, fail(http.StatusUnauthorized, "the key is not valid: %v", err)
+		return id.Token, answers.Fail(http.StatusUnauthorized, "the key is not valid: %v", err)
 	case errors.Is(err, identity.ErrUnmapped):
-		return id.Token, fail(http.StatusForbidden, "%v", err)
+		return id.Token, answers.Fail(http.StatusForbidden, "%v", err)
 	case errors.Is(err, identity.ErrIssuer):
-		return id.Token, fail(http.StatusServiceUnavailable, "%v: try again in %v", err, identity.RetryAfter)
+		return id.Token, answers.Fail(http.StatusServiceUnavailable, "%v: try again in %v", err, identity.RetryAfter)
 	case errors.Is(err, tokens.ErrRate):
-		return id.Token, fail(http.StatusTooManyRequests, "the key is used too often: try again in %v", wait.Round(time.Millisecond))
+		return id.Token, answers.Fail(http.StatusTooManyRequests, "the key is used too often: try again in %v", wait.Round(time.Millisecond))
 	}
 	return id.Token, err
 }
@@ -198,7 +194,7 @@ func (s *Server) starting() (func(), error) {
 	case s.start <- struct{}{}:
 		return func() { <-s.start }, nil
 	default:
-		e := fail(http.StatusTooManyRequests, "%d sandboxes are being started", maxStarts)
+		e := answers.Fail(http.StatusTooManyRequests, "%d sandboxes are being started", maxStarts)
 		e.Kind = "sandbox_capacity_unavailable"
 		return nil, e
 	}
@@ -274,9 +270,6 @@ func (s *Server) body(name string) (*sandboxBody, error) {
 	return out, nil
 }
 
-// newID returns an id of E2B's form.
-func newID() string { return "i" + strings.ToLower(rand.Text()[:19]) }
-
 // class returns the class of a running sandbox.
 func class(e *spec.E2B) lifetime.Class {
 	if e.Pause {
@@ -289,7 +282,7 @@ func class(e *spec.E2B) lifetime.Class {
 func (s *Server) created(otherwise int64) handler {
 	return func(w http.ResponseWriter, r *http.Request) (int, any, error) {
 		var body createBody
-		if err := read(w, r, &body); err != nil {
+		if err := answers.Read(w, r, &body); err != nil {
 			return 0, nil, err
 		}
 		if err := body.check(); err != nil {
@@ -312,14 +305,14 @@ func (s *Server) created(otherwise int64) handler {
 		}
 		asked := body.Internet != nil && *body.Internet || body.Network != nil && !e.Network.NoInternet
 		if !s.o.Network && asked {
-			return 0, nil, refused("network", "sandboxes of this host have none")
+			return 0, nil, answers.Refused("network", "sandboxes of this host have none")
 		}
 		done, err := s.starting()
 		if err != nil {
 			return 0, nil, err
 		}
 		defer done()
-		id := newID()
+		id := answers.NewID()
 		m := &spec.Metadata{Owner: keyOf(r.Context()).Owner, Class: class(e), Expires: expiry(time.Now(), timeout), E2B: e}
 		if err := s.make(r.Context(), id, m); err != nil {
 			return 0, nil, err
@@ -337,45 +330,82 @@ func (s *Server) created(otherwise int64) handler {
 
 // make makes a sandbox of a template: a snapshot, or an image.
 func (s *Server) make(ctx context.Context, id string, m *spec.Metadata) error {
-	p := policy(m.E2B.Network, s.o.DNS)
-	snap, err := s.template(m.Owner, m.E2B.Template)
+	snap, err := s.templates.Lookup(m.Owner, m.E2B.Template)
 	if err != nil {
 		return err
 	}
+	img := ""
+	if snap == "" {
+		if img, err = s.templates.Image(m.E2B.Template); err != nil {
+			return err
+		}
+	}
+	b, err := s.boxFor(ctx, id, snap, img, s.o.Spec, m.E2B.Network, m)
+	if err != nil || snap == "" {
+		return err
+	}
+	if err := s.inherit(ctx, b); err != nil {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), controlTime)
+		defer cancel()
+		return errors.Join(err, b.Delete(ctx, sandbox.DeleteOptions{Force: true}))
+	}
+	return nil
+}
+
+// makeForBuild makes a sandbox that a template is built in. No list has it.
+func (s *Server) makeForBuild(ctx context.Context, snap, img string, size sandbox.Spec, m *spec.Metadata) (*sandbox.Sandbox, error) {
+	select {
+	case s.start <- struct{}{}:
+		defer func() { <-s.start }()
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	return s.boxFor(ctx, answers.NewID(), snap, img, size, spec.E2BNetwork{}, m)
+}
+
+// boxFor makes a sandbox of a snapshot, or of an image in a size.
+func (s *Server) boxFor(ctx context.Context, id, snap, img string, size sandbox.Spec, n spec.E2BNetwork, m *spec.Metadata) (*sandbox.Sandbox, error) {
+	p := policy(n, s.o.DNS)
 	if snap != "" {
 		if !s.o.Network {
 			p = nil
 		}
-		_, err := s.host.Clone(ctx, snap, sandbox.CloneOptions{Name: id, Policy: p, Metadata: m, Idle: &spec.Idle{}})
-		return err
+		return s.host.Clone(ctx, snap, sandbox.CloneOptions{Name: id, Policy: p, Metadata: m, Idle: &spec.Idle{}})
 	}
 	want := s.o.Spec
-	want.Name, want.Hostname = id, ""
-	if want.Image, err = s.image(m.E2B.Template); err != nil {
-		return err
-	}
+	want.Name, want.Hostname, want.Image, want.VCPUs, want.MemoryMiB = id, "", img, size.VCPUs, size.MemoryMiB
 	want.Network, want.Policy = spec.NetworkNone, nil
 	if s.o.Network {
 		want.Network, want.Policy = spec.NetworkTAP, p
 	}
-	_, err = s.host.Create(ctx, want, sandbox.CreateOptions{Metadata: m})
-	return err
+	return s.host.Create(ctx, want, sandbox.CreateOptions{Metadata: m})
 }
 
-// image returns the image of a template.
-func (s *Server) image(template string) (string, error) {
-	name := cmp.Or(s.o.Templates[template], template)
-	images, err := image.OpenStore(s.host.State.ImageDir())
+// inherit gives a new sandbox of a snapshot the defaults of the template.
+func (s *Server) inherit(ctx context.Context, b *sandbox.Sandbox) error {
+	c, err := b.Agent(ctx)
 	if err != nil {
-		return "", err
+		return err
 	}
-	if _, err := images.Find(name); err != nil {
-		if errors.Is(err, image.ErrNotFound) || errors.Is(err, image.ErrAmbiguous) {
-			return "", &apiError{Code: http.StatusNotFound, Message: "the template was not found: it is neither an image of the host nor a snapshot", cause: err}
+	d, err := templates.ReadDefaults(ctx, c)
+	c.Close()
+	if err != nil || len(d.Env) == 0 && d.User == "" && d.Workdir == "" {
+		return err
+	}
+	_, err = s.host.State.SetMetadata(ctx, b.Name(), func(l *spec.Metadata, unreadable error) error {
+		if l.E2B == nil {
+			return errors.Join(unreadable, sandbox.ErrNotFound)
 		}
-		return "", fail(http.StatusBadRequest, "the template's name is not that of an image")
-	}
-	return name, nil
+		l.E2B = l.E2B.Clone()
+		env := maps.Clone(d.Env)
+		if env == nil {
+			env = map[string]string{}
+		}
+		maps.Copy(env, l.E2B.EnvVars)
+		l.E2B.EnvVars, l.E2B.User, l.E2B.Workdir = env, d.User, d.Workdir
+		return unreadable
+	})
+	return err
 }
 
 // extend makes a sandbox last at least for a time from now on.
@@ -439,7 +469,7 @@ type connectBody struct {
 
 func (s *Server) connect(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
 	var body connectBody
-	if err := read(w, r, &body); err != nil {
+	if err := answers.Read(w, r, &body); err != nil {
 		return 0, nil, err
 	}
 	timeout, err := seconds(body.Timeout, defaultTimeout)
@@ -465,7 +495,7 @@ func (s *Server) connect(w http.ResponseWriter, r *http.Request, b *box) (int, a
 
 func (s *Server) resumeOld(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
 	if !b.paused() {
-		return 0, nil, fail(http.StatusConflict, "the sandbox runs")
+		return 0, nil, answers.Fail(http.StatusConflict, "the sandbox runs")
 	}
 	return s.connect(w, r, b)
 }
@@ -486,11 +516,11 @@ func (s *Server) pause(w http.ResponseWriter, r *http.Request, b *box) (int, any
 	var body struct {
 		Memory *bool `json:"memory"`
 	}
-	if err := read(w, r, &body); err != nil {
+	if err := answers.Read(w, r, &body); err != nil {
 		return 0, nil, err
 	}
 	if b.paused() {
-		return 0, nil, fail(http.StatusConflict, "the sandbox is paused already")
+		return 0, nil, answers.Fail(http.StatusConflict, "the sandbox is paused already")
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), controlTime)
 	defer cancel()
@@ -521,8 +551,8 @@ func (s *Server) pause(w http.ResponseWriter, r *http.Request, b *box) (int, any
 
 // forked is a child, or why there is none.
 type forked struct {
-	Sandbox *sandboxBody `json:"sandbox,omitempty"`
-	Error   *apiError    `json:"error,omitempty"`
+	Sandbox *sandboxBody   `json:"sandbox,omitempty"`
+	Error   *answers.Error `json:"error,omitempty"`
 }
 
 // maxForks is the most children of one request.
@@ -533,7 +563,7 @@ func (s *Server) fork(w http.ResponseWriter, r *http.Request, b *box) (int, any,
 		Timeout *int64 `json:"timeout"`
 		Count   *int   `json:"count"`
 	}
-	if err := read(w, r, &body); err != nil {
+	if err := answers.Read(w, r, &body); err != nil {
 		return 0, nil, err
 	}
 	timeout, err := seconds(body.Timeout, oldDefaultTimeout)
@@ -545,7 +575,7 @@ func (s *Server) fork(w http.ResponseWriter, r *http.Request, b *box) (int, any,
 		count = *body.Count
 	}
 	if count < 1 || count > maxForks {
-		return 0, nil, fail(http.StatusBadRequest, "count %d: use 1 to %d", count, maxForks)
+		return 0, nil, answers.Fail(http.StatusBadRequest, "count %d: use 1 to %d", count, maxForks)
 	}
 	done, err := s.starting()
 	if err != nil {
@@ -559,7 +589,7 @@ func (s *Server) fork(w http.ResponseWriter, r *http.Request, b *box) (int, any,
 		var children []sandbox.ForkChild
 		for range min(count-len(out), sandbox.MaxForks) {
 			m := &spec.Metadata{Owner: b.meta.Owner, Class: class(e), Expires: expiry(time.Now(), timeout), E2B: e.Clone()}
-			children = append(children, sandbox.ForkChild{Name: newID(), Metadata: m})
+			children = append(children, sandbox.ForkChild{Name: answers.NewID(), Metadata: m})
 		}
 		_, err := b.Fork(r.Context(), sandbox.ForkOptions{Children: children})
 		if err != nil && first {
@@ -592,18 +622,18 @@ func (s *Server) timeout(w http.ResponseWriter, r *http.Request, b *box) (int, a
 	var body struct {
 		Timeout *int64 `json:"timeout"`
 	}
-	if err := read(w, r, &body); err != nil {
+	if err := answers.Read(w, r, &body); err != nil {
 		return 0, nil, err
 	}
 	if body.Timeout == nil {
-		return 0, nil, fail(http.StatusBadRequest, "timeout is missing")
+		return 0, nil, answers.Fail(http.StatusBadRequest, "timeout is missing")
 	}
 	timeout, err := seconds(body.Timeout, 0)
 	if err != nil {
 		return 0, nil, err
 	}
 	if b.paused() || b.ending(time.Now()) {
-		return 0, nil, fail(http.StatusNotFound, "sandbox %s is paused", b.Name())
+		return 0, nil, answers.Fail(http.StatusNotFound, "sandbox %s is paused", b.Name())
 	}
 	_, err = s.host.State.SetMetadata(r.Context(), b.Name(), func(l *spec.Metadata, unreadable error) error {
 		l.Expires = expiry(time.Now(), timeout)
@@ -624,7 +654,7 @@ func (s *Server) refresh(w http.ResponseWriter, r *http.Request, b *box) (int, a
 	var body struct {
 		Duration *int64 `json:"duration"`
 	}
-	if err := read(w, r, &body); err != nil {
+	if err := answers.Read(w, r, &body); err != nil {
 		return 0, nil, err
 	}
 	timeout, err := seconds(body.Duration, oldDefaultTimeout)
@@ -632,10 +662,10 @@ func (s *Server) refresh(w http.ResponseWriter, r *http.Request, b *box) (int, a
 		return 0, nil, err
 	}
 	if timeout > maxRefresh*time.Second {
-		return 0, nil, fail(http.StatusBadRequest, "duration: use at most %d s", maxRefresh)
+		return 0, nil, answers.Fail(http.StatusBadRequest, "duration: use at most %d s", maxRefresh)
 	}
 	if b.paused() || b.ending(time.Now()) {
-		return 0, nil, fail(http.StatusNotFound, "sandbox %s is paused", b.Name())
+		return 0, nil, answers.Fail(http.StatusNotFound, "sandbox %s is paused", b.Name())
 	}
 	_, err = s.extend(r.Context(), b.Name(), timeout)
 	return http.StatusNoContent, nil, err
@@ -643,7 +673,7 @@ func (s *Server) refresh(w http.ResponseWriter, r *http.Request, b *box) (int, a
 
 func (s *Server) setNetwork(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
 	var body networkBody
-	if err := read(w, r, &body); err != nil {
+	if err := answers.Read(w, r, &body); err != nil {
 		return 0, nil, err
 	}
 	n, err := body.network(nil)
@@ -651,10 +681,10 @@ func (s *Server) setNetwork(w http.ResponseWriter, r *http.Request, b *box) (int
 		return 0, nil, err
 	}
 	if b.paused() {
-		return 0, nil, fail(http.StatusConflict, "the sandbox is paused")
+		return 0, nil, answers.Fail(http.StatusConflict, "the sandbox is paused")
 	}
 	if b.record.Spec.Network != spec.NetworkTAP {
-		return 0, nil, refused("network", "the sandbox has none")
+		return 0, nil, answers.Refused("network", "the sandbox has none")
 	}
 	if _, err := b.SetPolicy(r.Context(), policy(n, s.o.DNS)); err != nil {
 		return 0, nil, err
@@ -791,44 +821,7 @@ func (s *Server) boxes(ctx context.Context, key tokens.Token) ([]*box, error) {
 	return out, nil
 }
 
-// Bounds of a page.
-const maxPage = 100
-
-// page returns the elements of a page of a sorted list, and sets the header with the next one. key returns the
-// position of an element.
-func page[T any](w http.ResponseWriter, q url.Values, all []T, key func(T) string) ([]T, error) {
-	limit := maxPage
-	if text := q.Get("limit"); text != "" {
-		n, err := strconv.Atoi(text)
-		if err != nil || n < 1 {
-			return nil, fail(http.StatusBadRequest, "limit: use 1 to %d", maxPage)
-		}
-		limit = min(n, maxPage)
-	}
-	if text := q.Get("nextToken"); text != "" {
-		after, err := base64.RawURLEncoding.DecodeString(text)
-		if err != nil {
-			return nil, fail(http.StatusBadRequest, "nextToken is not one")
-		}
-		i := slices.IndexFunc(all, func(t T) bool { return key(t) > string(after) })
-		if i < 0 {
-			return []T{}, nil
-		}
-		all = all[i:]
-	}
-	if len(all) > limit {
-		all = all[:limit]
-		w.Header().Set("X-Next-Token", base64.RawURLEncoding.EncodeToString([]byte(key(all[limit-1]))))
-	}
-	return all, nil
-}
-
-// position orders by time, the newest first.
-func position(at time.Time, id string) string {
-	return fmt.Sprintf("%020d %s", uint64(1<<63-1)-uint64(at.UnixNano()), id)
-}
-
-// unescaped decodes a value of a filter once more: clients encode it twice.
+// unescaped decodes a word of a filter once more: older clients encode both key and value twice.
 func unescaped(v string) string {
 	if out, err := url.PathUnescape(v); err == nil {
 		return out
@@ -840,7 +833,7 @@ func (s *Server) list(w http.ResponseWriter, r *http.Request) (int, any, error) 
 	q := r.URL.Query()
 	want, err := url.ParseQuery(q.Get("metadata"))
 	if err != nil {
-		return 0, nil, fail(http.StatusBadRequest, "metadata: use KEY=VALUE&KEY=VALUE, encoded as a query")
+		return 0, nil, answers.Fail(http.StatusBadRequest, "metadata: use KEY=VALUE&KEY=VALUE, encoded as a query")
 	}
 	states := strings.FieldsFunc(strings.Join(q["state"], ","), func(r rune) bool { return r == ',' })
 	if strings.HasPrefix(r.URL.Path, "/sandboxes") {
@@ -848,18 +841,18 @@ func (s *Server) list(w http.ResponseWriter, r *http.Request) (int, any, error) 
 	}
 	for _, st := range states {
 		if st != stateRunning && st != statePaused {
-			return 0, nil, fail(http.StatusBadRequest, "state: use running and paused")
+			return 0, nil, answers.Fail(http.StatusBadRequest, "state: use running and paused")
 		}
 	}
 	var after time.Time
 	if text := q.Get("startedAfter"); text != "" {
 		if after, err = time.Parse(time.RFC3339, text); err != nil {
-			return 0, nil, fail(http.StatusBadRequest, "startedAfter: use a time of RFC 3339")
+			return 0, nil, answers.Fail(http.StatusBadRequest, "startedAfter: use a time of RFC 3339")
 		}
 	}
 	order := q.Get("order")
 	if order != "" && order != "asc" && order != "desc" {
-		return 0, nil, fail(http.StatusBadRequest, "order: use asc or desc")
+		return 0, nil, answers.Fail(http.StatusBadRequest, "order: use asc or desc")
 	}
 	all, err := s.boxes(r.Context(), keyOf(r.Context()))
 	if err != nil {
@@ -877,18 +870,21 @@ func (s *Server) list(w http.ResponseWriter, r *http.Request) (int, any, error) 
 		}
 		for k, v := range want {
 			have, there := l.Metadata[k]
+			if !there {
+				have, there = l.Metadata[unescaped(k)]
+			}
 			ok = ok && there && (have == v[0] || have == unescaped(v[0]))
 		}
 		if ok {
 			rows = append(rows, l)
 		}
 	}
-	key := func(l listed) string { return position(l.StartedAt, l.SandboxID) }
+	key := func(l listed) string { return answers.Position(l.StartedAt, l.SandboxID) }
 	if order == "asc" {
 		key = func(l listed) string { return fmt.Sprintf("%020d %s", l.StartedAt.UnixNano(), l.SandboxID) }
 	}
 	slices.SortFunc(rows, func(a, b listed) int { return cmp.Compare(key(a), key(b)) })
 	w.Header().Set("X-Total-Running", strconv.Itoa(running))
-	rows, err = page(w, q, rows, key)
+	rows, err = answers.Page(w, q, rows, key)
 	return http.StatusOK, rows, err
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/e2b/answers"
 )
 
 func TestMain(m *testing.M) { guesttest.Main(m) }
@@ -220,7 +221,7 @@ func FuzzBody(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
 		var b createBody
-		if parse(data, &b) != nil || b.check() != nil {
+		if answers.Parse(data, &b) != nil || b.check() != nil {
 			return
 		}
 		if b.Network == nil {

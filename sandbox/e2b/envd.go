@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
+	"github.com/drowse-vm/drowse/sandbox/e2b/answers"
 	"github.com/drowse-vm/drowse/sandbox/e2b/bodies"
 	"github.com/drowse-vm/drowse/sandbox/e2b/e2bpb/filesystem"
 	"github.com/drowse-vm/drowse/sandbox/e2b/e2bpb/process"
@@ -78,7 +79,7 @@ func (s *Server) serveSandbox(w http.ResponseWriter, r *http.Request, to gateway
 		}
 		if away != nil {
 			unread(w, r)
-			asAPI(away, to.Sandbox).write(w)
+			asAPI(away, to.Sandbox).Write(w)
 			return
 		}
 	}
@@ -177,7 +178,7 @@ func (s *Server) serveEnvd(w http.ResponseWriter, r *http.Request, id string) {
 		if err := s.resume(r.Context(), b, time.Duration(b.meta.E2B.Timeout)*time.Second, false); err != nil {
 			unread(w, r)
 			if e := asAPI(err, id); e.Code == http.StatusTooManyRequests {
-				e.write(w)
+				e.Write(w)
 				return
 			}
 			s.report("resume", id, err)
@@ -206,7 +207,7 @@ func (s *Server) serveEnvd(w http.ResponseWriter, r *http.Request, id string) {
 
 // notRunning answers for a sandbox that does not run.
 func notRunning(w http.ResponseWriter, id string) {
-	writeJSON(w, http.StatusBadGateway, map[string]any{"sandboxId": id, "message": notThere, "code": http.StatusBadGateway})
+	answers.WriteJSON(w, http.StatusBadGateway, map[string]any{"sandboxId": id, "message": notThere, "code": http.StatusBadGateway})
 }
 
 // basicUser returns the user of HTTP's Basic authentication, which has no password here: it only says as whom to do
@@ -230,7 +231,7 @@ func envdError(w http.ResponseWriter, r *http.Request, status int, code connect.
 	if strings.HasPrefix(r.URL.Path, "/"+process.ProcessName+"/") || strings.HasPrefix(r.URL.Path, "/"+filesystem.FilesystemName+"/") {
 		is = code.String()
 	}
-	writeJSON(w, status, map[string]any{"code": is, "message": message})
+	answers.WriteJSON(w, status, map[string]any{"code": is, "message": message})
 }
 
 // agent connects to the agent of the sandbox of a request.
@@ -310,7 +311,7 @@ func (s *Server) envdMetrics(w http.ResponseWriter, r *http.Request) {
 		s.answerFile(w, r, err)
 		return
 	}
-	writeJSON(w, http.StatusOK, envdMetrics(m))
+	answers.WriteJSON(w, http.StatusOK, envdMetrics(m))
 }
 
 func (s *Server) envs(w http.ResponseWriter, r *http.Request) {
@@ -318,5 +319,5 @@ func (s *Server) envs(w http.ResponseWriter, r *http.Request) {
 	if out == nil {
 		out = map[string]string{}
 	}
-	writeJSON(w, http.StatusOK, out)
+	answers.WriteJSON(w, http.StatusOK, out)
 }

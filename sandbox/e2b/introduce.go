@@ -10,12 +10,13 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/e2b/accounts"
+	"github.com/drowse-vm/drowse/sandbox/e2b/templates"
 )
 
 // Files of a sandbox that say what it is to programs that no command of this wire started. They are in its memory: a
 // boot loses them, and a clone has those of another sandbox.
 const (
-	introduceDir = "/run/e2b"
+	introduceDir = templates.GuestDir
 	// envsFile has the variables of the sandbox's creation as a JSON object. The code interpreter reads it.
 	envsFile = introduceDir + "/envs.json"
 )

@@ -13,6 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/e2b/answers"
 	"github.com/drowse-vm/drowse/sandbox/e2b/series"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -104,7 +105,7 @@ func (s *Server) metricsOf(_ http.ResponseWriter, r *http.Request, b *box) (int,
 		}
 		n, err := strconv.ParseInt(text, 10, 64)
 		if err != nil {
-			return 0, nil, fail(http.StatusBadRequest, "%s: use seconds since 1970", k)
+			return 0, nil, answers.Fail(http.StatusBadRequest, "%s: use seconds since 1970", k)
 		}
 		*at = time.Unix(n, 0)
 	}
@@ -122,8 +123,8 @@ func (s *Server) metricsOf(_ http.ResponseWriter, r *http.Request, b *box) (int,
 
 func (s *Server) metricsOfAll(_ http.ResponseWriter, r *http.Request) (int, any, error) {
 	ids := strings.Split(r.URL.Query().Get("sandbox_ids"), ",")
-	if len(ids) > maxPage {
-		return 0, nil, fail(http.StatusBadRequest, "sandbox_ids: use at most %d", maxPage)
+	if len(ids) > answers.MaxPage {
+		return 0, nil, answers.Fail(http.StatusBadRequest, "sandbox_ids: use at most %d", answers.MaxPage)
 	}
 	out := map[string]series.Sample{}
 	for _, id := range ids {
@@ -169,7 +170,7 @@ func (s *Server) logs(_ http.ResponseWriter, r *http.Request, b *box) (int, any,
 	if text := q.Get("limit"); text != "" {
 		n, err := strconv.Atoi(text)
 		if err != nil || n < 0 {
-			return 0, nil, fail(http.StatusBadRequest, "limit: use 0 to %d", maxLogs)
+			return 0, nil, answers.Fail(http.StatusBadRequest, "limit: use 0 to %d", maxLogs)
 		}
 		limit = min(n, maxLogs)
 	}
@@ -178,7 +179,7 @@ func (s *Server) logs(_ http.ResponseWriter, r *http.Request, b *box) (int, any,
 		if text := q.Get(k); text != "" {
 			ms, err := strconv.ParseInt(text, 10, 64)
 			if err != nil {
-				return 0, nil, fail(http.StatusBadRequest, "%s: use milliseconds since 1970", k)
+				return 0, nil, answers.Fail(http.StatusBadRequest, "%s: use milliseconds since 1970", k)
 			}
 			since = time.UnixMilli(ms)
 		}

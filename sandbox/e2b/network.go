@@ -7,6 +7,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/e2b/answers"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -37,15 +38,6 @@ func prefixOf(text string) (netip.Prefix, bool) {
 	return netip.PrefixFrom(a, a.BitLen()), true
 }
 
-// absent reports whether a field asks for nothing.
-func absent(raw json.RawMessage) bool {
-	switch strings.TrimSpace(string(raw)) {
-	case "", "null", "[]", "{}", "false":
-		return true
-	}
-	return false
-}
-
 // network returns the network that a request asks for. internet is the request's own allow_internet_access.
 func (b networkBody) network(internet *bool) (spec.E2BNetwork, error) {
 	for _, f := range []struct {
@@ -58,8 +50,8 @@ func (b networkBody) network(internet *bool) (spec.E2BNetwork, error) {
 		{"network.httpsPorts", b.HTTPSPorts, "ports in the guest are reached by HTTP"},
 		{"network.allowIn", b.AllowIPs, "close the ports with allowPublicTraffic"},
 	} {
-		if !absent(f.raw) {
-			return spec.E2BNetwork{}, refused(f.name, f.why)
+		if !answers.Absent(f.raw) {
+			return spec.E2BNetwork{}, answers.Refused(f.name, f.why)
 		}
 	}
 	n := spec.E2BNetwork{AllowOut: b.AllowOut, DenyOut: b.DenyOut, Host: b.Host, Private: b.AllowPublic != nil && !*b.AllowPublic}
@@ -73,17 +65,17 @@ func (b networkBody) network(internet *bool) (spec.E2BNetwork, error) {
 			continue
 		}
 		if !nameRE.MatchString(e) {
-			return n, fail(400, "network.allowOut: use addresses, prefixes such as 10.0.0.0/8, and names such as *.example.com")
+			return n, answers.Fail(400, "network.allowOut: use addresses, prefixes such as 10.0.0.0/8, and names such as *.example.com")
 		}
 		names = true
 	}
 	for _, e := range n.DenyOut {
 		if _, ok := prefixOf(e); !ok {
-			return n, fail(400, "network.denyOut: use addresses and prefixes: names cannot be denied")
+			return n, answers.Fail(400, "network.denyOut: use addresses and prefixes: names cannot be denied")
 		}
 	}
 	if names && !deniesAll(n) {
-		return n, fail(400, "network.allowOut has names: they need 0.0.0.0/0 in network.denyOut")
+		return n, answers.Fail(400, "network.allowOut has names: they need 0.0.0.0/0 in network.denyOut")
 	}
 	return n, policy(n, &netpolicy.DNS{}).Validate()
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
+	"github.com/drowse-vm/drowse/sandbox/e2b/answers"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -58,7 +59,7 @@ func (s *Server) passedKey(r *http.Request, is *peer.Passed) (tokens.Token, erro
 	_, pattern := s.mux.Handler(r)
 	scopes, err := tokens.ParseScopes(strings.Join(is.Caller.Scopes, ","))
 	if err != nil || !strings.Contains(pattern, "/sandboxes/{id}") {
-		return tokens.Token{}, fail(http.StatusForbidden, "the host %s may not ask for that", is.From)
+		return tokens.Token{}, answers.Fail(http.StatusForbidden, "the host %s may not ask for that", is.From)
 	}
 	return tokens.Token{Name: is.Caller.Name, Hash: is.Caller.Hash, Scopes: scopes, Owner: is.Caller.Owner}, nil
 }

@@ -21,7 +21,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/identity"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
 	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
+	"github.com/drowse-vm/drowse/sandbox/e2b/answers"
 	"github.com/drowse-vm/drowse/sandbox/e2b/series"
+	"github.com/drowse-vm/drowse/sandbox/e2b/templates"
 	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/gateway"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -56,6 +58,9 @@ type Options struct {
 	Network bool
 	// DNS is the resolver of sandboxes; nil is one that asks nobody.
 	DNS *netpolicy.DNS
+	// Pull makes an image of a registry's by its usual name, for a template that a key with the scope admin builds. Nil
+	// refuses images that the host does not have.
+	Pull func(ctx context.Context, ref string) error
 	// Peers, if not nil, passes requests on to the hosts of a cluster that have their sandboxes. Those that others pass
 	// on come by its Serve, as PeerService.
 	Peers *peer.Peers
@@ -65,12 +70,14 @@ type Options struct {
 	Log *slog.Logger
 }
 
+// SnapshotPrefix begins the name of a snapshot in Options.Templates.
+const SnapshotPrefix = templates.SnapshotPrefix
+
 // Defaults are the size of a sandbox.
 var Defaults = sandbox.Spec{VCPUs: 2, MemoryMiB: 512}
 
 // Bounds of what clients can hold.
 const (
-	maxBody      = 1 << 20 // bytes of a request of the control plane, and of a message
 	maxHeader    = 64 << 10
 	maxControl   = 256  // requests of the control plane at once
 	maxStarts    = 32   // creations, resumes, forks and snapshots at once
@@ -83,7 +90,6 @@ const (
 	endTime      = time.Minute      // for a guest to shut down
 	drainTime    = 5 * time.Second
 	controlTime  = 10 * time.Minute
-	bodyTime     = 30 * time.Second // until a request of the control plane has arrived
 	maxHostLabel = 64
 )
 
@@ -97,9 +103,13 @@ type Server struct {
 	envd  *http.ServeMux // the protocol in a sandbox
 	slots chan struct{}  // of the control plane
 	start chan struct{}
-	slow  time.Duration // slowTime
+	// builders has a place for each build under way.
+	builders chan struct{}
+	tagging  sync.Mutex    // held by who changes the tags of templates
+	slow     time.Duration // slowTime
 
-	history series.Store // by the ids of records: a sandbox keeps its own while it sleeps
+	templates *templates.Templates
+	history   series.Store // by the ids of records: a sandbox keeps its own while it sleeps
 
 	life context.Context // ends with Close
 	end  context.CancelFunc
@@ -144,6 +154,10 @@ func New(o Options) (*Server, error) {
 	if s.gate, err = gateway.New(o.Host, gateway.Options{Resolver: s, Authorizer: s, Refuse: s.refuse, Log: o.Log}); err != nil {
 		return nil, err
 	}
+	s.templates = templates.New(templates.Options{
+		Host: o.Host, Names: o.Templates, Size: o.Spec, Pull: o.Pull, Make: s.makeForBuild, Process: processID, Key: keyOf, MayAct: mayAct,
+		ErrorOf: func(err error) *answers.Error { return asAPI(err, "") }, Report: s.report, Log: o.Log, EnvdVersion: EnvdVersion,
+	})
 	s.routes()
 	s.envdRoutes()
 	s.all.Go(s.tidy)
@@ -158,6 +172,7 @@ func (s *Server) Close() error {
 	s.mu.Unlock()
 	s.end()
 	err := s.gate.Close()
+	s.templates.Close()
 	s.all.Wait()
 	return err
 }
@@ -221,7 +236,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	switch {
 	case err != nil:
 		unread(w, r)
-		fail(http.StatusBadRequest, "the request names no sandbox and port").write(w)
+		answers.Fail(http.StatusBadRequest, "the request names no sandbox and port").Write(w)
 	case named:
 		s.serveSandbox(w, r, to)
 	default:
@@ -334,7 +349,7 @@ func (s *Server) Authorize(ctx context.Context, to gateway.Route, header http.He
 }
 
 // refuse answers requests to ports that no server in the guest answers, as clients know it.
-func (s *Server) refuse(w http.ResponseWriter, _ *http.Request, f *gateway.Refusal) {
+func (s *Server) refuse(w http.ResponseWriter, r *http.Request, f *gateway.Refusal) {
 	type answer struct {
 		ID      string `json:"sandboxId"`
 		Message string `json:"message"`
@@ -342,15 +357,21 @@ func (s *Server) refuse(w http.ResponseWriter, _ *http.Request, f *gateway.Refus
 		Code    int    `json:"code"`
 	}
 	a := answer{ID: f.Route.Sandbox, Message: f.Message, Code: f.Status}
+	title := "Sandbox Error"
 	switch {
 	case errors.Is(f.Err, gateway.ErrToken):
 		f.Status, a.Code, a.Message = http.StatusForbidden, http.StatusForbidden, "The traffic access token is missing or wrong"
 	case errors.Is(f.Err, gateway.ErrClosedPort):
-		a.Port, a.Message = f.Route.Port, "The sandbox is running but port is not open"
+		a.Port, a.Message, title = f.Route.Port, "The sandbox is running but port is not open", "Closed Port Error"
 	case errors.Is(f.Err, gateway.ErrAsleep), errors.Is(f.Err, sandbox.ErrNotFound), errors.Is(f.Err, sandbox.ErrNotRunning), errors.Is(f.Err, spec.ErrExpired):
 		f.Status, a.Code, a.Message = http.StatusBadGateway, http.StatusBadGateway, notThere
+		title = "Sandbox Not Found"
 	}
-	f.WriteJSON(w, a)
+	if !strings.HasPrefix(r.UserAgent(), "Mozilla/") {
+		f.WriteJSON(w, a)
+		return
+	}
+	f.WriteHTML(w, title, fmt.Sprintf("%s (sandbox %s, port %d).", a.Message, a.ID, f.Route.Port))
 }
 
 // notThere is E2B's message for a sandbox that does not run.
@@ -409,7 +430,7 @@ func (s *Server) ended(ctx context.Context, b *box) (*box, error) {
 	for b.ending(time.Now()) {
 		select {
 		case <-ctx.Done():
-			return nil, fail(http.StatusConflict, "the sandbox is being paused")
+			return nil, answers.Fail(http.StatusConflict, "the sandbox is being paused")
 		case <-time.After(listWait):
 		}
 		var err error

@@ -17,6 +17,7 @@ import (
 	"connectrpc.com/connect"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/sandbox/e2b/answers"
 	"github.com/drowse-vm/drowse/sandbox/e2b/bodies"
 )
 
@@ -232,7 +233,7 @@ func (s *Server) upload(w http.ResponseWriter, r *http.Request) {
 		s.answerFile(w, r, err)
 		return
 	}
-	writeJSON(w, http.StatusOK, out)
+	answers.WriteJSON(w, http.StatusOK, out)
 }
 
 func (s *Server) receive(w http.ResponseWriter, r *http.Request) ([]written, error) {
@@ -364,8 +365,8 @@ func (s *Server) compose(w http.ResponseWriter, r *http.Request) {
 		Destination string   `json:"destination"`
 		Username    string   `json:"username"`
 	}
-	var api *apiError
-	if err := read(w, r, &body); errors.As(err, &api) {
+	var api *answers.Error
+	if err := answers.Read(w, r, &body); errors.As(err, &api) {
 		envdError(w, r, api.Code, connect.CodeInvalidArgument, api.Message)
 		return
 	}
@@ -378,7 +379,7 @@ func (s *Server) compose(w http.ResponseWriter, r *http.Request) {
 		s.answerFile(w, r, err)
 		return
 	}
-	writeJSON(w, http.StatusOK, e)
+	answers.WriteJSON(w, http.StatusOK, e)
 }
 
 func (s *Server) joined(ctx context.Context, sources []string, destination string) (json.RawMessage, error) {

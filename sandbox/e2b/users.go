@@ -1,6 +1,7 @@
 package e2b
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"strconv"
@@ -10,11 +11,12 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/e2b/accounts"
+	"github.com/drowse-vm/drowse/sandbox/e2b/templates"
 )
 
 // defaultUser is who commands run as if a request chooses nobody and the guest has the user. Otherwise it is the
-// user of the image, or root.
-const defaultUser = "user"
+// user of the image, or root. A template may have another one, and another directory than the user's home.
+const defaultUser = templates.DefaultUser
 
 // text makes a guest's text what messages can carry: their strings are UTF-8.
 func text(s string) string { return strings.ToValidUTF8(s, "\uFFFD") }
@@ -22,10 +24,11 @@ func text(s string) string { return strings.ToValidUTF8(s, "\uFFFD") }
 // findUser returns the user of a request.
 func findUser(ctx context.Context, a accounts.Accounts) (accounts.Account, error) {
 	name := userOf(ctx)
+	b := boxOf(ctx)
 	if name == "" {
-		name = defaultUser
+		name = cmp.Or(b.meta.E2B.User, defaultUser)
 		if _, ok := a.Find(name); !ok {
-			cmd, err := boxOf(ctx).Command(guest.Cmd{})
+			cmd, err := b.Command(guest.Cmd{})
 			if err != nil {
 				return accounts.Account{}, err
 			}
@@ -41,6 +44,7 @@ func findUser(ctx context.Context, a accounts.Accounts) (accounts.Account, error
 	if !ok {
 		return u, connect.NewError(connect.CodeUnauthenticated, fmt.Errorf("the sandbox has no user %q", name))
 	}
+	u.Dir = b.meta.E2B.Workdir
 	return u, nil
 }
 

@@ -262,7 +262,7 @@ func (f files) RemoveWatcher(ctx context.Context, m *filesystem.RemoveWatcherReq
 	return &filesystem.RemoveWatcherResponse{}, nil
 }
 
-// tidy removes watchers that nobody asks any more.
+// tidy removes what nobody asks for any more: watchers, builds that have ended, uploads.
 func (s *Server) tidy() {
 	tick := time.NewTicker(watcherTime / 10)
 	defer tick.Stop()
@@ -282,6 +282,7 @@ func (s *Server) tidy() {
 				}
 			}
 			s.mu.Unlock()
+			s.templates.Tidy(now)
 		}
 	}
 }

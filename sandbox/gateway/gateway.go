@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"html"
 	"log/slog"
 	"net/http"
 	"strconv"
@@ -249,15 +250,27 @@ func (f *Refusal) Write(w http.ResponseWriter) {
 
 // WriteJSON answers with the refusal's status and a body of the caller's.
 func (f *Refusal) WriteJSON(w http.ResponseWriter, body any) {
+	f.head(w, "application/json")
+	_ = json.NewEncoder(w).Encode(body) // an error means that the client has gone
+}
+
+// WriteHTML answers with the refusal's status and a page for people.
+func (f *Refusal) WriteHTML(w http.ResponseWriter, title, message string) {
+	w.Header().Set("Content-Security-Policy", "default-src 'none'")
+	f.head(w, "text/html; charset=utf-8")
+	title = html.EscapeString(title)
+	fmt.Fprintf(w, "<!doctype html><html><head><title>%s</title></head><body><h1>%s</h1><p>%s</p></body></html>\n", title, title, html.EscapeString(message))
+}
+
+func (f *Refusal) head(w http.ResponseWriter, kind string) {
 	h := w.Header()
 	if f.RetryAfter > 0 {
 		h.Set("Retry-After", strconv.Itoa(f.RetryAfter))
 	}
-	h.Set("Content-Type", "application/json")
+	h.Set("Content-Type", kind)
 	h.Set("Cache-Control", "no-store")
 	h.Set("X-Content-Type-Options", "nosniff")
 	w.WriteHeader(f.Status)
-	_ = json.NewEncoder(w).Encode(body) // an error means that the client has gone
 }
 
 // ServeHTTP carries a request to its sandbox.

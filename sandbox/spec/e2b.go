@@ -18,6 +18,9 @@ type E2B struct {
 	Metadata map[string]string `json:"metadata,omitempty"`
 	// EnvVars are variables of all commands that are started over the wire.
 	EnvVars map[string]string `json:"env_vars,omitempty"`
+	// User is who commands run as by default, and Workdir where: those of the template, if it has any.
+	User    string `json:"user,omitempty"`
+	Workdir string `json:"workdir,omitempty"`
 	// Timeout is for how many seconds traffic that resumes the sandbox lets it run: 0 to lifetime.MaxSeconds.
 	Timeout int64 `json:"timeout_seconds,omitempty"`
 	// Pause says that the sandbox is paused at the end of its time; otherwise it is removed.

@@ -3,6 +3,7 @@ package accounts
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"io/fs"
@@ -18,6 +19,7 @@ type Account struct {
 	Name     string
 	UID, GID int
 	Home     string // absolute
+	Dir      string // absolute, in which relative paths begin; "" is Home
 }
 
 // Accounts are users and groups of a guest. The zero value has none: use Read.
@@ -57,7 +59,7 @@ func Read(ctx context.Context, c *guest.Client) (Accounts, error) {
 }
 
 func empty() Accounts {
-	return Accounts{byName: map[string]Account{"root": {"root", 0, 0, "/root"}}, users: map[int]string{0: "root"}, groups: map[int]string{0: "root"}}
+	return Accounts{byName: map[string]Account{"root": {Name: "root", Home: "/root"}}, users: map[int]string{0: "root"}, groups: map[int]string{0: "root"}}
 }
 
 // addUsers adds the users of a passwd(5). Lines that are none are left out.
@@ -76,7 +78,7 @@ func (a Accounts) addUsers(passwd string) {
 		if !path.IsAbs(home) {
 			home = "/"
 		}
-		a.byName[f[0]] = Account{f[0], int(uid), int(gid), path.Clean(home)}
+		a.byName[f[0]] = Account{Name: f[0], UID: int(uid), GID: int(gid), Home: path.Clean(home)}
 		if a.users[int(uid)] == "" {
 			a.users[int(uid)] = f[0]
 		}
@@ -118,23 +120,36 @@ func (a Accounts) Group(gid int) string {
 	return strconv.Itoa(gid)
 }
 
+// FindGroup returns the number of a group.
+func (a Accounts) FindGroup(name string) (int, bool) {
+	for gid, n := range a.groups {
+		if n == name {
+			return gid, true
+		}
+	}
+	return 0, false
+}
+
 // Owner is the user as an owner of files.
 func (u Account) Owner() *guest.Owner { return &guest.Owner{UID: u.UID, GID: u.GID} }
 
 // ErrPath says that a path has a zero byte.
 var ErrPath = errors.New("the path contains a zero byte")
 
-// Path returns the absolute path that the user means: others are relative to the user's home. The error is ErrPath.
+// Path returns the absolute path that the user means: others are relative to Dir, or to the user's home. The error is
+// ErrPath.
 func (u Account) Path(name string) (string, error) {
 	switch {
 	case strings.ContainsRune(name, 0):
 		return "", ErrPath
-	case name == "" || name == "~":
+	case name == "":
+		return cmp.Or(u.Dir, u.Home), nil
+	case name == "~":
 		return u.Home, nil
 	case strings.HasPrefix(name, "~/"):
 		return path.Join(u.Home, name[2:]), nil
 	case path.IsAbs(name):
 		return path.Clean(name), nil
 	}
-	return path.Join(u.Home, name), nil
+	return path.Join(cmp.Or(u.Dir, u.Home), name), nil
 }

@@ -10,7 +10,7 @@ func FuzzPath(f *testing.F) {
 	for _, s := range []string{"", "~", "~/a", "a/../../b", "/etc/../x", "~user", "a\x00b", "//", "."} {
 		f.Add(s)
 	}
-	u := Account{"user", 1000, 1000, "/home/user"}
+	u := Account{Name: "user", UID: 1000, GID: 1000, Home: "/home/user"}
 	f.Fuzz(func(t *testing.T, name string) {
 		if got, err := u.Path(name); err == nil && (!strings.HasPrefix(got, "/") || strings.Contains(got+"/", "/../") || strings.ContainsRune(got, 0)) {
 			t.Fatalf("%q is %q", name, got)

@@ -25,7 +25,8 @@ var control = []string{
 	"POST /sandboxes/S/timeout", "POST /sandboxes/S/refreshes", "PUT /sandboxes/S/network", "GET /sandboxes/S/metrics", "GET /sandboxes/metrics",
 	"GET /sandboxes/S/logs", "GET /v2/sandboxes/S/logs", "POST /sandboxes/S/snapshots", "GET /snapshots", "DELETE /templates/S", "GET /templates",
 	"GET /templates/aliases/base", "POST /v3/templates", "POST /v2/templates", "POST /templates", "GET /templates/x/files/y",
-	"POST /v2/templates/x/builds/y", "GET /volumes", "POST /volumes", "GET /secrets", "POST /secrets", "GET /nothing", "POST /sandboxes/S/nothing",
+	"POST /v2/templates/x/builds/y", "GET /templates/x/builds/y/status", "GET /templates/x/tags", "POST /templates/tags", "DELETE /templates/tags", "GET /v2/templates",
+	"GET /volumes", "GET /volumes/x", "DELETE /volumes/x", "PUT /volumecontent/x/file", "GET /secrets/x", "DELETE /secrets/x", "POST /volumes", "GET /secrets", "POST /secrets", "GET /nothing", "POST /sandboxes/S/nothing",
 }
 
 // inside are the routes of the protocol in a sandbox.

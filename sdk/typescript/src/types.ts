@@ -88,6 +88,8 @@ export type CloneRequest = {
       resume?: boolean;
       template?: string;
       timeout_seconds?: number;
+      user?: string;
+      workdir?: string;
     } | null;
     expires?: string;
     expiry_told?: string;
@@ -216,6 +218,8 @@ export type CreateRequest = {
       resume?: boolean;
       template?: string;
       timeout_seconds?: number;
+      user?: string;
+      workdir?: string;
     } | null;
     expires?: string;
     expiry_told?: string;

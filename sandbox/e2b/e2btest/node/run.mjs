@@ -1,7 +1,9 @@
 // Runs the unmodified npm package e2b (argument 1: its name among the dependencies) against the server that
 // E2B_API_URL and E2B_SANDBOX_URL name. Prints a line of JSON for each case: group, name, and outcome.
+import fs from 'node:fs'
 import http from 'node:http'
 import https from 'node:https'
+import os from 'node:os'
 import { setTimeout as rest } from 'node:timers/promises'
 import assert from 'node:assert/strict'
 
@@ -668,6 +670,48 @@ it('a private one wants the traffic token', () => alone({ network: { allowPublic
   await until('the server', async () => (await get(s, 8000, '/', { 'e2b-traffic-access-token': s.trafficAccessToken })).status === 200)
 }), ['network'])
 
+on('templates')
+const { Template } = e2b
+const context = fs.mkdtempSync(os.tmpdir() + '/e2b-context-')
+process.on('exit', () => fs.rmSync(context, { recursive: true }))
+fs.mkdirSync(context + '/src')
+fs.writeFileSync(context + '/src/a.txt', 'copied')
+fs.symlinkSync('a.txt', context + '/src/link')
+const build = (alias, steps) => Template.build(steps(Template({ fileContextPath: context }).fromTemplate(template)), { alias, cpuCount: 1, memoryMB: 512 })
+it('its sandboxes begin as its steps ended', async () => {
+  await build('steps', t => t.copy('src/*', 'in').copy('src/a.txt', 'one/b.txt', { user: 'root', mode: 0o600 }).setEnvs({ A: 'a' })
+    .runCmd('test "$(readlink in/link) $(stat -c "%U %a" one/b.txt)" = "a.txt root 600"').setWorkdir('/opt/work').runCmd('echo $A > made', { user: 'root' })
+    .setStartCmd('sleep 1000', 'test -f /opt/work/made'))
+  const s = await Sandbox.create('steps', { envs: { B: 'b' } })
+  try {
+    assert.equal((await s.commands.run('pwd; echo $A $B; cat made /home/user/in/a.txt')).stdout, '/opt/work\na b\na\ncopied')
+    await s.files.write('rel', '', { user: 'root' })
+    assert.equal(await s.files.exists('/opt/work/rel'), true)
+  } finally { await s.kill() }
+}, ['template'])
+it('a failure says why', async () => {
+  await assert.rejects(build('fails', t => t.runCmd('true').runCmd('exit 3')), /exit 3/)
+  await assert.rejects(build('fails', t => t.runCmd('whoami', { user: 'nobody-there' })), /invalid username: 'nobody-there'/)
+  await assert.rejects(Template.build(Template().fromImage('none:1'), { alias: 'fails' }), /none:1 .*not on the host|could not be pulled/)
+  await rejects(Sandbox.create('fails'))
+}, ['template'])
+it('one built anew, and removed', async () => {
+  const first = await build('anew', t => t.runCmd('echo 1 > n'))
+  const second = await build('anew', t => t.runCmd('echo 2 > n'))
+  assert.equal(first.templateId, second.templateId)
+  const s = await Sandbox.create('anew')
+  try { assert.equal(await s.files.read('n'), '2\n') } finally { await s.kill() }
+  assert.equal(await Sandbox.deleteSnapshot(first.templateId), true)
+  await rejects(Sandbox.create('anew'))
+}, ['template', 'createSnapshot'])
+it('tags', async () => {
+  await build('tagged:v1', t => t)
+  assert.deepEqual((await Template.assignTags('tagged:v1', ['a', 'b'])).tags, ['a', 'b'])
+  await (await Sandbox.create('tagged:b')).kill()
+  await Template.removeTags('tagged', ['v1', 'a', 'b'])
+  assert.equal(await Template.exists('tagged:b'), false)
+}, ['tags'])
+
 on('code interpreter')
 // The unmodified @e2b/code-interpreter shares the package e2b. DROWSE_INTERPRETER is the server for the guest.
 const source = process.env.DROWSE_INTERPRETER
@@ -767,6 +811,7 @@ const lacks = {
   'commands.closeStdin': async () => !(await sbx()).commands.closeStdin,
   'pty.connect': async () => !(await sbx()).pty.connect,
   'files.octet': async () => !(await sbx()).fork, // came before fork
+  template: async () => !Template?.build, tags: async () => !Template?.assignTags,
   createSnapshot: async () => !Sandbox.createSnapshot, fork: async () => !Sandbox.fork, updateNetwork: async () => !Sandbox.updateNetwork,
   lifecycle: async () => !Sandbox.createSnapshot, network: async () => !Sandbox.pause, newest: async () => !Sandbox.fork || pkg !== 'e2b'
 }

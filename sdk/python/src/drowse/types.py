@@ -118,6 +118,8 @@ CloneRequestMetadataE2b = TypedDict("CloneRequestMetadataE2b", {
     "resume": NotRequired["bool"],
     "template": NotRequired["str"],
     "timeout_seconds": NotRequired["int"],
+    "user": NotRequired["str"],
+    "workdir": NotRequired["str"],
 })
 
 CloneRequestMetadataGateway = TypedDict("CloneRequestMetadataGateway", {
@@ -276,6 +278,8 @@ CreateRequestMetadataE2b = TypedDict("CreateRequestMetadataE2b", {
     "resume": NotRequired["bool"],
     "template": NotRequired["str"],
     "timeout_seconds": NotRequired["int"],
+    "user": NotRequired["str"],
+    "workdir": NotRequired["str"],
 })
 
 CreateRequestMetadataGateway = TypedDict("CreateRequestMetadataGateway", {

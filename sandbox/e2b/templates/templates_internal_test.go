@@ -1,0 +1,108 @@
+package templates
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"errors"
+	"io"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/drowse-vm/drowse/sandbox/spec"
+)
+
+func TestFixed_is_the_directory_before_the_first_wildcard(t *testing.T) {
+	for pattern, want := range map[string]string{
+		"folder/*": "folder", "folder": "folder", "folder/a.txt": "folder/a.txt", "*.txt": ".", ".": ".", "./a/./b": "a/b", "a/**/b": "a", "a/[x]/b": "a",
+	} {
+		if got := fixed(pattern); got != want {
+			t.Errorf("%s: %s, want %s", pattern, got, want)
+		}
+	}
+}
+
+func stream(zipped bool, headers ...*tar.Header) []byte {
+	var b bytes.Buffer
+	var w io.Writer = &b
+	z := gzip.NewWriter(&b)
+	if zipped {
+		w = z
+	}
+	t := tar.NewWriter(w)
+	for _, h := range headers {
+		h.Size = 1
+		if h.Typeflag != tar.TypeReg {
+			h.Size = 0
+		}
+		_ = t.WriteHeader(h)
+		if h.Size > 0 {
+			_, _ = t.Write([]byte("x"))
+		}
+	}
+	_ = t.Close()
+	if zipped {
+		_ = z.Close()
+	}
+	return b.Bytes()
+}
+
+func TestEach_gives_the_entries_of_a_stream_that_stay_in_the_tree(t *testing.T) {
+	file := func(name string) *tar.Header { return &tar.Header{Typeflag: tar.TypeReg, Name: name} }
+	for name, c := range map[string]struct {
+		data []byte
+		want string // names, or the beginning of an error
+	}{
+		"plain":           {stream(false, file("a"), file("b/c")), "a b/c"},
+		"gzip":            {stream(true, file("a"), &tar.Header{Typeflag: tar.TypeSymlink, Name: "l", Linkname: "/etc"}), "a l"},
+		"a device":        {stream(true, file("a"), &tar.Header{Typeflag: tar.TypeChar, Name: "d"}), "a"},
+		"out of the tree": {stream(true, file("a"), file("../b")), "COPY: the name"},
+		"absolute":        {stream(false, file("/etc/passwd")), "COPY: the name"},
+		"empty":           {nil, "COPY: the uploaded files"},
+		"no tar":          {[]byte(strings.Repeat("hello", 300)), "COPY: the uploaded files"},
+		"no gzip":         {[]byte{0x1f, 0x8b, 0, 0}, "COPY: the uploaded files"},
+		"cut":             {stream(false, file("a"), file("b"))[:1100], "COPY: the uploaded files"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var names []string
+			err := each(bytes.NewReader(c.data), func(h *tar.Header, r io.Reader) error {
+				names = append(names, h.Name)
+				return nil
+			})
+			var reason *buildReason
+			switch {
+			case err == nil:
+				if got := strings.Join(names, " "); got != c.want {
+					t.Error(got)
+				}
+			case !errors.As(err, &reason) || !strings.HasPrefix(reason.Message, c.want):
+				t.Error(err)
+			}
+		})
+	}
+}
+
+func TestMarks_of_a_build_are_in_the_tags_of_its_snapshot(t *testing.T) {
+	want := Marks{"iabc", "0123", "name", []string{"default", "v1"}}
+	tags := want.tags("an owner")
+	if !slices.Contains(tags, ownerTag("an owner")) || !isOf(spec.SnapshotInfo{Tags: tags}, "an owner") || isOf(spec.SnapshotInfo{Tags: tags}, "") || isOf(spec.SnapshotInfo{Tags: tags}, "other") {
+		t.Error(tags)
+	}
+	if got := MarksOf(spec.SnapshotInfo{Tags: tags}); got.Template != want.Template || got.Build != want.Build || got.Name != want.Name || !slices.Equal(got.Versions, want.Versions) {
+		t.Error(got)
+	}
+	if got := MarksOf(spec.SnapshotInfo{Tags: SnapshotTags("", "mine")}); got.Template != "" || got.Name != "mine" {
+		t.Error(got)
+	}
+}
+
+func TestBuild_log_is_bounded(t *testing.T) {
+	b := &build{}
+	for range maxLogEntries + 10 {
+		b.say("info", "1", "%s", strings.Repeat("ä", maxLogLine))
+	}
+	if n := len(b.logs); n != maxLogEntries || len(b.logs[0].Message) > maxLogLine || !strings.Contains(b.logs[n-1].Message, "full") {
+		t.Error(n, len(b.logs[0].Message), b.logs[n-1].Message)
+	}
+}
