@@ -46,7 +46,8 @@ func (s *Server) routes() {
 		"GET /sandboxes/{id}":             s.onBox(s.detail),
 		"DELETE /sandboxes/{id}":          s.onBox(s.kill),
 		"POST /sandboxes/{id}/pause":      s.onBox(s.pause),
-		"POST /sandboxes/{id}/fork":       s.onBox(s.fork),
+		"POST /sandboxes/{id}/fork":       s.onBox(s.forked(oldDefaultTimeout)),
+		"POST /v2/sandboxes/{id}/fork":    s.onBox(s.forked(defaultTimeout)),
 		"POST /sandboxes/{id}/timeout":    s.onBox(s.timeout),
 		"POST /sandboxes/{id}/refreshes":  s.onBox(s.refresh),
 		"PUT /sandboxes/{id}/network":     s.onBox(s.setNetwork),
@@ -549,8 +550,8 @@ func (s *Server) pause(w http.ResponseWriter, r *http.Request, b *box) (int, any
 	return http.StatusNoContent, nil, nil
 }
 
-// forked is a child, or why there is none.
-type forked struct {
+// forkedBody is a child, or why there is none.
+type forkedBody struct {
 	Sandbox *sandboxBody   `json:"sandbox,omitempty"`
 	Error   *answers.Error `json:"error,omitempty"`
 }
@@ -558,21 +559,32 @@ type forked struct {
 // maxForks is the most children of one request.
 const maxForks = 100
 
-func (s *Server) fork(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
-	var body struct {
-		Timeout *int64 `json:"timeout"`
-		Count   *int   `json:"count"`
+// forked returns the handler that forks sandboxes.
+func (s *Server) forked(otherwise int64) func(http.ResponseWriter, *http.Request, *box) (int, any, error) {
+	return func(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
+		var body struct {
+			Timeout *int64 `json:"timeout"`
+			Count   *int   `json:"count"`
+			Memory  *bool  `json:"memory"`
+		}
+		if err := answers.Read(w, r, &body); err != nil {
+			return 0, nil, err
+		}
+		if body.Memory != nil && !*body.Memory {
+			return 0, nil, answers.Refused("memory false", "a fork has the memory of its sandbox")
+		}
+		timeout, err := seconds(body.Timeout, otherwise)
+		if err != nil {
+			return 0, nil, err
+		}
+		return s.fork(r, b, timeout, body.Count)
 	}
-	if err := answers.Read(w, r, &body); err != nil {
-		return 0, nil, err
-	}
-	timeout, err := seconds(body.Timeout, oldDefaultTimeout)
-	if err != nil {
-		return 0, nil, err
-	}
+}
+
+func (s *Server) fork(r *http.Request, b *box, timeout time.Duration, asked *int) (int, any, error) {
 	count := 1
-	if body.Count != nil {
-		count = *body.Count
+	if asked != nil {
+		count = *asked
 	}
 	if count < 1 || count > maxForks {
 		return 0, nil, answers.Fail(http.StatusBadRequest, "count %d: use 1 to %d", count, maxForks)
@@ -582,7 +594,7 @@ func (s *Server) fork(w http.ResponseWriter, r *http.Request, b *box) (int, any,
 		return 0, nil, err
 	}
 	defer done()
-	var out []forked
+	var out []forkedBody
 	for first := true; len(out) < count; first = false {
 		e := b.meta.E2B.Clone()
 		e.Timeout = int64(timeout / time.Second)
@@ -601,7 +613,7 @@ func (s *Server) fork(w http.ResponseWriter, r *http.Request, b *box) (int, any,
 		}
 		s.introduceAll(r.Context(), made)
 		for _, c := range children {
-			f := forked{}
+			f := forkedBody{}
 			if err == nil {
 				if _, err := s.extend(r.Context(), c.Name, timeout); err != nil {
 					f.Error = asAPI(err, c.Name)

@@ -21,7 +21,7 @@ import (
 // control are the routes of the control plane, with S for the id of a sandbox.
 var control = []string{
 	"POST /sandboxes", "POST /v2/sandboxes", "POST /sandboxes/S/connect", "POST /v2/sandboxes/S/connect", "POST /sandboxes/S/resume",
-	"GET /sandboxes", "GET /v2/sandboxes", "GET /sandboxes/S", "DELETE /sandboxes/S", "POST /sandboxes/S/pause", "POST /sandboxes/S/fork",
+	"GET /sandboxes", "GET /v2/sandboxes", "GET /sandboxes/S", "DELETE /sandboxes/S", "POST /sandboxes/S/pause", "POST /sandboxes/S/fork", "POST /v2/sandboxes/S/fork",
 	"POST /sandboxes/S/timeout", "POST /sandboxes/S/refreshes", "PUT /sandboxes/S/network", "GET /sandboxes/S/metrics", "GET /sandboxes/metrics",
 	"GET /sandboxes/S/logs", "GET /v2/sandboxes/S/logs", "POST /sandboxes/S/snapshots", "GET /snapshots", "DELETE /templates/S", "GET /templates",
 	"GET /templates/aliases/base", "POST /v3/templates", "POST /v2/templates", "POST /templates", "GET /templates/x/files/y",

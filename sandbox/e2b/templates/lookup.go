@@ -102,7 +102,13 @@ func (t *Templates) Routes() map[string]Handler {
 		"POST /templates/tags":                  t.assign,
 		"DELETE /templates/tags":                t.removeTags,
 		"DELETE /templates/{id}":                t.remove,
+		"PATCH /templates/{id}":                 notPublic,
+		"PATCH /v2/templates/{id}":              notPublic,
 	}
+}
+
+func notPublic(http.ResponseWriter, *http.Request) (int, any, error) {
+	return 0, nil, answers.Fail(http.StatusNotImplemented, "a template is its owner's: one for all keys is named on the host with `drowse serve --e2b-template`")
 }
 
 func noDockerfiles(http.ResponseWriter, *http.Request) (int, any, error) {

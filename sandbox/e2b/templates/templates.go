@@ -664,6 +664,11 @@ type templateBody struct {
 	Status  string    `json:"status"`
 	Created time.Time `json:"createdAt"`
 	Updated time.Time `json:"updatedAt"`
+	// Clients insist on what follows, which is not counted here.
+	Builds  int     `json:"buildCount"`
+	Spawns  int     `json:"spawnCount"`
+	Spawned *string `json:"lastSpawnedAt"`
+	Creator *string `json:"createdBy"`
 }
 
 // list returns the templates that were built, and the images of the host.
@@ -673,11 +678,13 @@ func (t *Templates) list(w http.ResponseWriter, r *http.Request) (int, any, erro
 		return 0, nil, err
 	}
 	out := []templateBody{}
-	there := map[string]bool{}
+	there := map[string]int{} // builds
 	disk := cmp.Or(t.o.Size.DiskMiB, spec.DefaultDiskMiB)
 	for _, i := range built {
-		if is := MarksOf(i); !there[is.Template] {
-			there[is.Template] = true
+		if is := MarksOf(i); there[is.Template] > 0 {
+			there[is.Template]++
+		} else {
+			there[is.Template] = 1
 			b := templateBody{
 				ID: is.Template, BuildID: is.Build, Aliases: []string{is.Name}, Names: []string{is.Name}, Memory: int(i.RAM >> 20), Disk: disk,
 				Envd: t.o.EnvdVersion, Status: buildReady, Created: i.Created, Updated: i.Created,
@@ -687,6 +694,9 @@ func (t *Templates) list(w http.ResponseWriter, r *http.Request) (int, any, erro
 			}
 			out = append(out, b)
 		}
+	}
+	for i := range out {
+		out[i].Builds = there[out[i].ID]
 	}
 	images, err := image.OpenStore(t.o.Host.State.ImageDir())
 	if err != nil {
@@ -707,7 +717,7 @@ func (t *Templates) list(w http.ResponseWriter, r *http.Request) (int, any, erro
 			slices.Sort(names[1:])
 			out = append(out, templateBody{
 				ID: tag, BuildID: i.ID, Public: true, Aliases: names, Names: names, CPUs: t.o.Size.VCPUs, Memory: t.o.Size.MemoryMiB,
-				Disk: disk, Envd: t.o.EnvdVersion, Status: buildReady, Created: i.Created, Updated: i.Created,
+				Disk: disk, Envd: t.o.EnvdVersion, Status: buildReady, Created: i.Created, Updated: i.Created, Builds: 1,
 			})
 		}
 	}
