@@ -251,4 +251,19 @@ func TestUpload_is_bounded_and_needs_its_own_secret(t *testing.T) {
 			t.Errorf("%v: %d %s", body, a.status, a.body)
 		}
 	}
+	ann, err := w.tokens.CreateE2B(tokens.Token{Name: "ann", Scopes: tokens.Scopes{tokens.ScopeRead, tokens.ScopeExec, tokens.ScopeFiles, tokens.ScopeCreate}, Owner: "ann"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	last := answer{status: http.StatusAccepted}
+	n := 0
+	for ; last.status == http.StatusAccepted && n < 300; n++ {
+		last = w.ask("POST", "/v3/templates", map[string]any{"name": fmt.Sprint("t", n)}, "X-API-KEY", ann)
+	}
+	if last.status != http.StatusTooManyRequests || n != 33 {
+		t.Errorf("builds of an owner: %d, %v", n, last)
+	}
+	if a := w.ask("POST", "/v3/templates", map[string]any{"name": "other"}); a.status != http.StatusAccepted {
+		t.Error("an owner leaves no room for others:", a)
+	}
 }

@@ -104,6 +104,9 @@ func ReadDefaults(ctx context.Context, c *guest.Client) (d Defaults, err error) 
 	if json.Unmarshal(text.Bytes(), &d) != nil {
 		return Defaults{}, nil // of the guest's own making
 	}
+	if !path.IsAbs(d.Workdir) || strings.ContainsRune(d.Workdir, 0) {
+		d.Workdir = ""
+	}
 	return d, nil
 }
 

@@ -41,6 +41,7 @@ var versionRE = lazyregexp.New(`^[A-Za-z0-9][A-Za-z0-9._-]{0,53}$`)
 // Bounds of builds and their uploads.
 const (
 	maxBuilds     = 256 // that are known, of all keys
+	maxBuildsOf   = 32  // of them, of one owner
 	maxBuilding   = 4   // at once
 	maxSteps      = 1000
 	maxVersions   = 8 // tags of a build
@@ -49,6 +50,7 @@ const (
 	maxLogEntries = 4096 // of a build
 	maxLogLine    = 4 << 10
 	maxUploads    = 256     // that are kept, of all keys
+	maxUploadsOf  = 64      // of them, of one owner
 	maxUpload     = 1 << 30 // bytes of one
 	maxUploaded   = 4 << 30 // bytes of all
 	buildTime     = time.Hour
@@ -291,17 +293,23 @@ func (t *Templates) request(w http.ResponseWriter, r *http.Request) (int, any, e
 	}
 	t.mu.Lock()
 	full := t.closed || len(t.building) >= maxBuilds
+	of := 0
 	for _, other := range t.building {
-		if other.Name == name && other.owner == owner {
+		if other.owner != owner {
+			continue
+		}
+		of++
+		if other.Name == name {
 			b.Template = other.Template // whose first build has not ended
 		}
 	}
+	full = full || owner != "" && of >= maxBuildsOf
 	if !full {
 		t.building[b.Build] = b
 	}
 	t.mu.Unlock()
 	if full {
-		return 0, nil, answers.Fail(http.StatusTooManyRequests, "%d builds are known: try again later", maxBuilds)
+		return 0, nil, answers.Fail(http.StatusTooManyRequests, "too many builds are known: the server forgets one an hour after its end")
 	}
 	return http.StatusAccepted, map[string]any{
 		"templateID": b.Template, "buildID": b.Build, "public": false, "names": []string{name}, "tags": versions, "aliases": []string{name},
@@ -386,6 +394,7 @@ func (t *Templates) status(_ http.ResponseWriter, r *http.Request) (int, any, er
 // upload is a tar stream with the files of a step. It has no name on the disk, and is gone with the server.
 type upload struct {
 	token, template, hash string
+	owner                 string // of the template
 	made                  time.Time
 	file                  *os.File // nil until it has come
 	size                  int64
@@ -411,9 +420,11 @@ func (t *Templates) link(_ http.ResponseWriter, r *http.Request) (int, any, erro
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	known := false
+	known, owner := false, ""
 	for _, b := range t.building {
-		known = known || b.Template == template && (key.Owner == "" || b.owner == key.Owner)
+		if b.Template == template && (key.Owner == "" || b.owner == key.Owner) {
+			known, owner = true, b.owner
+		}
 	}
 	if !known {
 		return 0, nil, answers.Fail(http.StatusNotFound, "no build of the template was asked for")
@@ -423,10 +434,16 @@ func (t *Templates) link(_ http.ResponseWriter, r *http.Request) (int, any, erro
 	}
 	u := t.uploadOf(template, hash)
 	if u == nil {
-		if len(t.uploads) >= maxUploads {
-			return 0, nil, answers.Fail(http.StatusTooManyRequests, "%d uploads are kept: try again later", maxUploads)
+		of := 0
+		for _, other := range t.uploads {
+			if other.owner == owner {
+				of++
+			}
 		}
-		u = &upload{token: strings.ToLower(rand.Text()), template: template, hash: hash}
+		if len(t.uploads) >= maxUploads || owner != "" && of >= maxUploadsOf {
+			return 0, nil, answers.Fail(http.StatusTooManyRequests, "too many uploads are kept: the server forgets one after an hour")
+		}
+		u = &upload{owner: owner, token: strings.ToLower(rand.Text()), template: template, hash: hash}
 		t.uploads[u.token] = u
 	}
 	u.made = time.Now()

@@ -6,6 +6,7 @@ import (
 	"compress/gzip"
 	"errors"
 	"io"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -81,6 +82,20 @@ func TestEach_gives_the_entries_of_a_stream_that_stay_in_the_tree(t *testing.T) 
 			}
 		})
 	}
+}
+
+func FuzzEach(f *testing.F) {
+	f.Add(stream(false, &tar.Header{Typeflag: tar.TypeReg, Name: "a/b"}))
+	f.Add(stream(true, &tar.Header{Typeflag: tar.TypeLink, Name: "l", Linkname: "../a"}))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		_ = each(bytes.NewReader(data), func(h *tar.Header, r io.Reader) error {
+			if !filepath.IsLocal(h.Name) {
+				t.Fatal(h.Name)
+			}
+			_, err := io.Copy(io.Discard, io.LimitReader(r, 1<<20))
+			return err
+		})
+	})
 }
 
 func TestMarks_of_a_build_are_in_the_tags_of_its_snapshot(t *testing.T) {
