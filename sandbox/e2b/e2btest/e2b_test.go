@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"io"
 	"net/http"
+	"net/url"
 	"strings"
 	"testing"
 
@@ -154,5 +155,25 @@ func TestServer_runs_a_command_in_a_new_sandbox(t *testing.T) {
 	}
 	if a := w.ask("GET", "/sandboxes/"+m.SandboxID, nil); a.status != http.StatusNotFound {
 		t.Errorf("looked at when removed: %d %s", a.status, a.body)
+	}
+}
+
+func TestList_is_filtered_by_words_that_clients_encode_once_or_twice(t *testing.T) {
+	w := begin(t, nil, nil)
+	m := w.create(map[string]any{"metadata": map[string]string{"team/slug!": "hello & 100% ü", "v": "1"}})
+	w.create(map[string]any{"metadata": map[string]string{"v": "1"}})
+	words := map[string]string{"team/slug!": "hello & 100% ü"}
+	for name, encode := range map[string]func(string) string{
+		"once": func(s string) string { return s }, "twice": url.PathEscape,
+	} {
+		q := url.Values{}
+		for k, v := range words {
+			q.Set(encode(k), encode(v))
+		}
+		var list []made
+		a := w.ask("GET", "/v2/sandboxes?metadata="+url.QueryEscape(q.Encode()), nil)
+		if err := json.Unmarshal([]byte(a.body), &list); err != nil || len(list) != 1 || list[0].SandboxID != m.SandboxID {
+			t.Errorf("%s: %v", name, a)
+		}
 	}
 }

@@ -742,9 +742,8 @@ func (b *building) finish(ctx context.Context) error {
 	}
 	b.tagging.Lock()
 	defer b.tagging.Unlock()
-	is := b.Marks
-	is.Versions = nil // move gives them
-	if _, err := b.o.Host.State.TagSnapshot(res.Snapshot, is.tags(b.owner)); err != nil {
+	// With its tags at once: whatever happens before others have lost them, the newest counts.
+	if _, err := b.o.Host.State.TagSnapshot(res.Snapshot, b.tags(b.owner)); err != nil {
 		return err
 	}
 	return b.move(ctx, b.owner, b.Template, b.Build, b.Versions)
