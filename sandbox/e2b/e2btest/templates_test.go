@@ -3,15 +3,21 @@ package e2btest
 import (
 	"archive/tar"
 	"bytes"
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"testing"
 
+	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
+	"github.com/drowse-vm/drowse/sandbox/e2b"
+	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 )
 
 // requested is a build that was asked for.
@@ -265,5 +271,37 @@ func TestUpload_is_bounded_and_needs_its_own_secret(t *testing.T) {
 	}
 	if a := w.ask("POST", "/v3/templates", map[string]any{"name": "other"}); a.status != http.StatusAccepted {
 		t.Error("an owner leaves no room for others:", a)
+	}
+}
+
+func TestBuild_pulls_a_missing_image_for_a_key_with_the_scope_admin(t *testing.T) {
+	var w *world
+	var pulled []string
+	w = begin(t, newGuests(t), func(o *e2b.Options) {
+		o.Pull = func(ctx context.Context, ref string) error {
+			pulled = append(pulled, ref)
+			if ref != "python:3" {
+				return errors.New("the registry has none")
+			}
+			images, err := image.OpenStore(o.Host.State.ImageDir())
+			if err != nil {
+				return err
+			}
+			return images.Tag(ctx, sandboxtest.Image, ref)
+		}
+	})
+	for range 2 { // the second finds it
+		if why := w.build(w.key, w.request(w.key, "pulls"), map[string]any{"fromImage": "docker.io/library/python:3"}); why != "" {
+			t.Error(why)
+		}
+	}
+	if why := w.build(w.key, w.request(w.key, "pulls"), map[string]any{"fromImage": "none:1"}); why != "base: the image none:1 could not be pulled: the registry has none" {
+		t.Error(why)
+	}
+	if why := w.build(w.key, w.request(w.key, "pulls"), map[string]any{"fromImage": "../../etc"}); !strings.Contains(why, "is not the name of an image") {
+		t.Error(why)
+	}
+	if !slices.Equal(pulled, []string{"python:3", "none:1"}) {
+		t.Error(pulled)
 	}
 }

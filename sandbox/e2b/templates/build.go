@@ -285,6 +285,10 @@ func (b *building) base(ctx context.Context, key tokens.Token) (snap, img string
 
 // pulled returns an image of the host. A key that may do so has the host fetch one that is missing.
 func (b *building) pulled(ctx context.Context, key tokens.Token, name string) (string, error) {
+	tag, _, _ := strings.Cut(name, "@")
+	if _, err := image.NormalizeTag(tag); err != nil {
+		return "", &buildReason{Message: fmt.Sprintf("fromImage %.200q is not the name of an image", name), Step: "base"}
+	}
 	images, err := image.OpenStore(b.o.Host.State.ImageDir())
 	if err != nil {
 		return "", err
@@ -293,9 +297,7 @@ func (b *building) pulled(ctx context.Context, key tokens.Token, name string) (s
 	switch {
 	case err == nil:
 		return name, nil
-	case errors.Is(err, image.ErrInvalidOption):
-		return "", &buildReason{Message: fmt.Sprintf("fromImage %.200q is not the name of an image", name), Step: "base"}
-	case !errors.Is(err, image.ErrNotFound):
+	case !errors.Is(err, image.ErrNotFound) && !errors.Is(err, image.ErrAmbiguous):
 		return "", err
 	case b.o.Pull == nil || !mayPull(key):
 		return "", &buildReason{Message: fmt.Sprintf("the image %s is not on the host: pull it there with `drowse pull %s`, or build with a key that has the scope admin", name, name), Step: "base"}
