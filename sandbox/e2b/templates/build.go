@@ -153,36 +153,40 @@ func (t *Templates) runBuild(b *build, key tokens.Token, body buildBody) {
 			t.o.Report("build", run.box.Name(), err)
 		}
 	}
-	var reason *buildReason
-	switch {
-	case err == nil:
+	if err == nil {
 		b.say("info", "", "Build finished")
 		t.o.Log.Info("template built", "template", b.Template, "build", b.Build)
 		b.set(buildReady, nil)
 		return
-	case errors.As(err, &reason):
-	default:
-		e := t.o.ErrorOf(err)
-		if e.Code >= http.StatusInternalServerError && t.life.Err() == nil {
-			t.o.Report("build", "", cmp.Or(e.Cause, error(e)))
-		}
-		reason = &buildReason{Message: e.Message}
 	}
+	reason := t.reasonOf("finalize", err)
 	reason.Logs = []buildLog{{time.Now().UTC(), "error", reason.Message, reason.Step}}
 	b.say("error", reason.Step, "%s", reason.Message)
 	b.set(buildError, reason)
 }
 
+// reasonOf is why a build has failed at a step, with an error of the host if that is none of the build's own.
+func (t *Templates) reasonOf(step string, err error) *buildReason {
+	var reason *buildReason
+	if errors.As(err, &reason) {
+		return reason
+	}
+	e := t.o.ErrorOf(err)
+	if e.Code >= http.StatusInternalServerError && t.life.Err() == nil {
+		t.o.Report("build", "", cmp.Or(e.Cause, error(e)))
+	}
+	return &buildReason{Message: e.Message, Step: step}
+}
+
 // all does all of a build: the base, its steps, its start command, and its snapshot.
 func (b *building) all(ctx context.Context, key tokens.Token) error {
-	if err := b.boot(ctx, key); err != nil {
-		var reason *buildReason
-		if !errors.As(err, &reason) {
-			err = errors.Join(&buildReason{Message: b.o.ErrorOf(err).Message, Step: "base"}, err)
-		}
-		return err
+	err := b.boot(ctx, key)
+	if b.c != nil {
+		defer b.c.Close()
 	}
-	defer b.c.Close()
+	if err != nil {
+		return b.reasonOf("base", err)
+	}
 	for i, step := range b.body.Steps {
 		b.say("info", strconv.Itoa(i+1), "[%d/%d] %s %s", i+1, len(b.body.Steps), step.Type, strings.Join(step.Args, " "))
 		if err := b.step(ctx, strconv.Itoa(i+1), step); err != nil {

@@ -520,7 +520,7 @@ func (t *Templates) keep(w http.ResponseWriter, r *http.Request, size int64) (*o
 	return nil, errors.Join(err, f.Close())
 }
 
-// Tidy forgets builds and uploads that are old. The caller holds t.mu.
+// Tidy forgets builds and uploads that are old.
 func (t *Templates) Tidy(now time.Time) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
