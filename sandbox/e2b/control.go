@@ -314,15 +314,14 @@ func (s *Server) created(otherwise int64) handler {
 		}
 		defer done()
 		id := answers.NewID()
-		m := &spec.Metadata{Owner: keyOf(r.Context()).Owner, Class: class(e), Expires: expiry(time.Now(), timeout), E2B: e}
+		m := &spec.Metadata{Owner: keyOf(r.Context()).Owner, Class: class(e), Expires: expiry(time.Now(), timeout+controlTime), E2B: e}
 		if err := s.make(r.Context(), id, m); err != nil {
 			return 0, nil, err
 		}
-		// The sandbox's time begins when it can be used.
-		if _, err := s.extend(r.Context(), id, timeout); err != nil {
+		s.introduceAll(r.Context(), []string{id})
+		if err := s.begin(r.Context(), id, timeout); err != nil {
 			return 0, nil, err
 		}
-		s.introduceAll(r.Context(), []string{id})
 		out, err := s.body(id)
 		s.log.Info("created", "sandbox", id, "template", e.Template)
 		return http.StatusCreated, out, err
@@ -404,6 +403,15 @@ func (s *Server) inherit(ctx context.Context, b *sandbox.Sandbox) error {
 		}
 		maps.Copy(env, l.E2B.EnvVars)
 		l.E2B.EnvVars, l.E2B.User, l.E2B.Workdir = env, d.User, d.Workdir
+		return unreadable
+	})
+	return err
+}
+
+// begin begins the time of a new sandbox, which can be used now. Until then it has more, however slow the host is.
+func (s *Server) begin(ctx context.Context, id string, timeout time.Duration) error {
+	_, err := s.host.State.SetMetadata(ctx, id, func(l *spec.Metadata, unreadable error) error {
+		l.Expires = expiry(time.Now(), timeout)
 		return unreadable
 	})
 	return err
@@ -600,7 +608,7 @@ func (s *Server) fork(r *http.Request, b *box, timeout time.Duration, asked *int
 		e.Timeout = int64(timeout / time.Second)
 		var children []sandbox.ForkChild
 		for range min(count-len(out), sandbox.MaxForks) {
-			m := &spec.Metadata{Owner: b.meta.Owner, Class: class(e), Expires: expiry(time.Now(), timeout), E2B: e.Clone()}
+			m := &spec.Metadata{Owner: b.meta.Owner, Class: class(e), Expires: expiry(time.Now(), timeout+controlTime), E2B: e.Clone()}
 			children = append(children, sandbox.ForkChild{Name: answers.NewID(), Metadata: m})
 		}
 		_, err := b.Fork(r.Context(), sandbox.ForkOptions{Children: children})
@@ -615,7 +623,7 @@ func (s *Server) fork(r *http.Request, b *box, timeout time.Duration, asked *int
 		for _, c := range children {
 			f := forkedBody{}
 			if err == nil {
-				if _, err := s.extend(r.Context(), c.Name, timeout); err != nil {
+				if err := s.begin(r.Context(), c.Name, timeout); err != nil {
 					f.Error = asAPI(err, c.Name)
 				} else if f.Sandbox, err = s.body(c.Name); err != nil {
 					f.Error = asAPI(err, c.Name)

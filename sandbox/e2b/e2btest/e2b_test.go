@@ -10,10 +10,12 @@ import (
 	"net/url"
 	"strings"
 	"testing"
+	"time"
 
 	"connectrpc.com/connect"
 
 	"github.com/drowse-vm/drowse/sandbox/e2b/e2bpb/process"
+	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 )
 
 // answer is the answer to a request.
@@ -176,4 +178,33 @@ func TestList_is_filtered_by_words_that_clients_encode_once_or_twice(t *testing.
 			t.Errorf("%s: %v", name, a)
 		}
 	}
+}
+
+func TestTime_of_a_sandbox_begins_when_it_can_be_used(t *testing.T) {
+	w := begin(t, newGuests(t), nil)
+	start := w.vms.Guests
+	w.vms.Guests = func(name, from string, clone bool) (sandboxtest.Guest, error) {
+		time.Sleep(4 * time.Second) // longer than its time
+		return start(name, from, clone)
+	}
+	usable := func(m made) {
+		t.Helper()
+		md, err := w.host.State.Metadata(m.SandboxID)
+		if left := time.Until(md.Expires); err != nil || left > 3*time.Second {
+			t.Error("its time is over in", left, err)
+		}
+		if a := w.ask("GET", "/sandboxes/"+m.SandboxID, nil); a.status != http.StatusOK {
+			t.Error(a)
+		}
+	}
+	m := w.create(map[string]any{"timeout": 2})
+	usable(m)
+	if a := w.ask("POST", "/sandboxes/"+m.SandboxID+"/timeout", map[string]any{"timeout": 60}); a.status != http.StatusNoContent {
+		t.Fatal(a)
+	}
+	var forks []struct{ Sandbox made }
+	if a := w.ask("POST", "/sandboxes/"+m.SandboxID+"/fork", map[string]any{"timeout": 2}); json.Unmarshal([]byte(a.body), &forks) != nil || len(forks) != 1 || forks[0].Sandbox.SandboxID == "" {
+		t.Fatal(a)
+	}
+	usable(forks[0].Sandbox)
 }
