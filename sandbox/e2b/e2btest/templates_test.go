@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"slices"
@@ -137,9 +138,7 @@ func TestBuild_that_fails_says_at_which_step_and_leaves_nothing(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			body := map[string]any{"fromTemplate": "base"}
-			for k, v := range c.body {
-				body[k] = v
-			}
+			maps.Copy(body, c.body)
 			if why := w.build(w.key, w.request(w.key, "fails"), body); !strings.Contains(why, c.want) {
 				t.Error(why)
 			}
