@@ -103,10 +103,7 @@ type Server struct {
 	envd  *http.ServeMux // the protocol in a sandbox
 	slots chan struct{}  // of the control plane
 	start chan struct{}
-	// builders has a place for each build under way.
-	builders chan struct{}
-	tagging  sync.Mutex    // held by who changes the tags of templates
-	slow     time.Duration // slowTime
+	slow  time.Duration // slowTime
 
 	templates *templates.Templates
 	history   series.Store // by the ids of records: a sandbox keeps its own while it sleeps
