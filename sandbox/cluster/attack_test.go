@@ -4,6 +4,9 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -11,6 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
+	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -88,6 +92,12 @@ func (s *hookStore) call(key string) {
 
 func (s *hookStore) once(do func()) { s.do.Store(&do) }
 
+// Swap implements blob.Store.
+func (s *hookStore) Swap(ctx context.Context, key string, old blob.Version, body []byte) (blob.Version, error) {
+	s.call(key)
+	return s.Store.Swap(ctx, key, old, body)
+}
+
 func (s *hookStore) Put(ctx context.Context, key string, body []byte) error {
 	s.call(key)
 	return s.Store.Put(ctx, key, body)
@@ -157,4 +167,138 @@ func TestAttack_sandbox_is_replaced_while_it_moves(t *testing.T) {
 		t.Errorf("%v; on a it is %q, on b %q", err, a.phase("box"), b.phase("box"))
 	}
 	eventually(t, "nothing that was sent ahead is left", func() bool { return objects(t, hook, "data/heads-")+objects(t, hook, "heads/") == 0 })
+}
+
+// What was sent ahead of a move that fails is what the next sleep builds upon, and is gone after it.
+func TestAttack_move_that_fails_has_the_next_sleep_write_all_memory(t *testing.T) {
+	store := dir(t)
+	a, b := newDoor(t, "a", store, cluster.Options{}), newDoor(t, "b", store, cluster.Options{})
+	a.create("box")
+	a.counts("box", "1")
+	b.passed["migrate"] = refusing{t, b.passed["migrate"], "ahead", &control.ErrorReport{Code: "foreign", Message: "this CPU lacks features"}}
+	ahead := func() (ids []string) {
+		snaps, err := a.State.Snapshots()
+		must(t, err)
+		for _, s := range snaps {
+			if s.Kind == state.KindNamed {
+				ids = append(ids, s.ID)
+			}
+		}
+		return ids
+	}
+	for range 2 {
+		if _, err := a.node.Migrate(t.Context(), "box", spec.MigrateOptions{To: "b"}); err == nil {
+			t.Error("it has moved")
+		}
+	}
+	a.stop() // the next node keeps the last, too
+	a.join()
+	eventually(t, "the last one is left", func() bool { return len(ahead()) == 1 })
+	res, err := a.Sandbox("box").Sleep(t.Context(), sandbox.SleepOptions{})
+	must(t, err)
+	eventually(t, "what it has built upon is gone", func() bool { return len(ahead()) == 0 })
+	must(t, a.State.VerifySnapshot(t.Context(), res.Snapshot))
+	a.counts("box", "2")
+	if notes, err := os.ReadDir(filepath.Join(a.State.Dir(), "cluster", "ahead")); err != nil || len(notes) > 0 {
+		t.Errorf("%d notes are left, %v", len(notes), err)
+	}
+}
+
+// Whatever operators do to a sandbox that moves, in whichever step, it runs on one host at most, has what it had, and
+// leaves nothing behind.
+func TestAttack_operators_act_at_once(t *testing.T) {
+	for what, do := range map[string]func(a, b, c *door) error{
+		"sleep": func(a, _, _ *door) error {
+			_, err := a.Sandbox("box").Sleep(t.Context(), sandbox.SleepOptions{})
+			return err
+		},
+		"wake":       func(a, _, _ *door) error { _, err := a.Sandbox("box").Wake(t.Context()); return err },
+		"wake there": func(_, b, _ *door) error { _, err := b.Sandbox("box").Wake(t.Context()); return err },
+		"delete": func(a, _, _ *door) error {
+			return a.Sandbox("box").Delete(t.Context(), sandbox.DeleteOptions{Force: true})
+		},
+		"delete there": func(_, b, _ *door) error {
+			return b.Sandbox("box").Delete(t.Context(), sandbox.DeleteOptions{Force: true})
+		},
+		"kill": func(a, _, _ *door) error { return a.Sandbox("box").Kill(t.Context()) },
+		"fork": func(a, _, _ *door) error {
+			_, err := a.Sandbox("box").Fork(t.Context(), sandbox.ForkOptions{Name: "child"})
+			return err
+		},
+		"export": func(a, _, _ *door) error {
+			r, err := a.State.Get("box")
+			if err == nil {
+				err = a.State.ExportSnapshot(t.Context(), r.Snapshot, io.Discard)
+			}
+			return err
+		},
+		"another move": func(a, _, _ *door) error {
+			_, err := a.node.Migrate(t.Context(), "box", spec.MigrateOptions{To: "c"})
+			return err
+		},
+		"a move back": func(_, b, _ *door) error {
+			_, err := b.node.Migrate(t.Context(), "box", spec.MigrateOptions{To: "a"})
+			return err
+		},
+		"publish": func(a, _, _ *door) error { return a.node.Publish(t.Context(), "box") },
+		"a sweep": func(a, _, _ *door) error { _, err := a.State.Sweep(t.Context()); return err },
+	} {
+		for _, step := range []string{"data/heads-", "heads/", "families/box"} {
+			t.Run(what+" at "+strings.ReplaceAll(step, "/", " "), func(t *testing.T) {
+				t.Parallel()
+				hook := &hookStore{Store: dir(t), prefix: step}
+				a, b, c := newDoor(t, "a", hook, cluster.Options{}), newDoor(t, "b", hook, cluster.Options{}), newDoor(t, "c", hook, cluster.Options{})
+				a.own("box", "alice")
+				a.counts("box", "1")
+				did := make(chan error, 1)
+				hook.once(func() { go func() { did <- do(a, b, c) }() })
+				_, err := a.node.Migrate(t.Context(), "box", spec.MigrateOptions{To: "b"})
+				derr := <-did
+				t.Logf("the move: %v; the other: %v", err, derr)
+				gone := strings.HasPrefix(what, "delete") && derr == nil
+				on := func() (n int) {
+					for _, d := range []*door{a, b, c} {
+						if d.phase("box") == state.Running {
+							n++
+						}
+					}
+					return n
+				}
+				if n := on(); n > 1 {
+					t.Errorf("it runs on %d hosts", n)
+				}
+				eventually(t, "it can be used as it was, or is gone", func() bool {
+					missing := 0
+					for _, d := range []*door{a, b, c} {
+						if d.phase("box") == state.Stopped && what == "kill" {
+							return true // its memory is lost, as was asked
+						}
+						switch n, err := d.count("box"); {
+						case err == nil && !gone && n == "2":
+							return true
+						case err == nil:
+							t.Fatalf("on %s it counts to %s; it is deleted: %v", d.name, n, gone)
+						case errors.Is(err, sandbox.ErrNotFound):
+							missing++
+						}
+					}
+					return gone && missing == 3
+				})
+				if n := on(); n > 1 {
+					t.Errorf("it runs on %d hosts after its use", n)
+				}
+				for _, d := range []*door{a, b, c} {
+					if d.phase("box") == state.Running {
+						d.sleep("box")
+					}
+				}
+				eventually(t, "the store has its head and nothing else", func() bool {
+					heads := objects(t, hook, "heads/")
+					var of string
+					must(t, hook.List(t.Context(), "heads/", func(i blob.Info) error { of = strings.TrimPrefix(i.Key, "heads/"); return nil }))
+					return (heads == 1 || (gone || what == "kill") && heads <= 1) && objects(t, hook, "data/heads-") == objects(t, hook, "data/heads-"+of+"-")
+				})
+			})
+		}
+	}
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
+	"github.com/drowse-vm/drowse/snapshot"
 )
 
 // A sandbox moves in this order. What fails before a step leaves all as it was before that step:
@@ -193,7 +194,12 @@ func (n *Node) migrate(ctx context.Context, name string, o spec.MigrateOptions) 
 	}
 	at := time.Now()
 	var snaps aheadSnapshots
-	defer func() { n.inBackground(func() { n.removeAhead(snaps) }) }()
+	defer func() {
+		if err != nil && len(snaps) > 0 {
+			snaps = snaps[:len(snaps)-1] // its next sleep builds upon the last one: see tidyAhead
+		}
+		n.inBackground(func() { n.removeAhead(snaps) })
+	}()
 	if err := n.sendAhead(ctx, name, o.To, ahead, &snaps, &res); err != nil {
 		n.inBackground(func() { n.abandon(name, head) })
 		return res, err
@@ -383,6 +389,54 @@ func (n *Node) removeAhead(ids aheadSnapshots) {
 			n.log.Warn("a snapshot that was sent ahead stays", "snapshot", id, "error", err)
 		}
 	}
+}
+
+// tidyAhead removes snapshots of moves that have failed, or that an earlier process has left. The last one of a sandbox
+// that runs stays until its next sleep, which would write all of its memory without it.
+func (n *Node) tidyAhead() {
+	ids, err := n.dir.Ahead()
+	if err != nil {
+		n.log.Warn("looking for snapshots that were sent ahead", "error", err)
+	}
+	last := map[string]*snapshot.Manifest{} // by the name of the sandbox
+	var old aheadSnapshots
+	for _, id := range ids {
+		m, err := n.state.Manifest(id)
+		switch {
+		case err == nil && n.moving(m.Sandbox): // it removes them
+			continue
+		case err != nil || !n.needsAhead(m):
+			old = append(old, id)
+			continue
+		case last[m.Sandbox] == nil:
+		case m.CreatedUnixNano < last[m.Sandbox].CreatedUnixNano:
+			old = append(old, id)
+			continue
+		default:
+			old = append(old, last[m.Sandbox].ID)
+		}
+		last[m.Sandbox] = m
+	}
+	n.removeAhead(old)
+}
+
+func (n *Node) moving(name string) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.moves[name] != nil
+}
+
+// needsAhead reports whether the next sleep of a sandbox may build upon a snapshot of a move that is over.
+func (n *Node) needsAhead(m *snapshot.Manifest) bool {
+	r, err := n.state.Get(m.Sandbox)
+	if err != nil || r.Phase != state.Running {
+		return false
+	}
+	if r.Snapshot == "" {
+		return true
+	}
+	slept, err := n.state.ComingManifest(r.Snapshot)
+	return err == nil && slept.CreatedUnixNano < m.CreatedUnixNano
 }
 
 // askTarget asks the host that a sandbox is to move to. limit 0 is the context's.

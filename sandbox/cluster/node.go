@@ -61,6 +61,8 @@ const (
 	// sweepEvery is how often a node looks for heads that nobody needs, and sweepAge how old these must be.
 	sweepEvery = 6 * time.Hour
 	sweepAge   = 24 * time.Hour
+	// tidyEvery is how often a node looks for snapshots of moves that have failed.
+	tidyEvery = 10 * time.Second
 	// maxLooks is how many claims of sandboxes that this host does not have it makes at once.
 	maxLooks = 8
 )
@@ -177,13 +179,7 @@ func Join(ctx context.Context, h *sandbox.Host, o Options) (*Node, error) {
 		n.current().Close()
 		return nil, errors.Join(fmt.Errorf("going on to get memory from the cluster: %w", err), f.Close())
 	}
-	n.background.Go(func() {
-		left, err := n.dir.Ahead() // of moves that an earlier process did not end
-		if err != nil {
-			n.log.Warn("looking for snapshots that were sent ahead", "error", err)
-		}
-		n.removeAhead(left)
-	})
+	n.background.Go(n.tidyAhead)
 	n.background.Go(func() {
 		if err := arrival.Serve(n.life, n.state.Dir(), n.answer); err != nil {
 			n.log.Error("no VM can run before all of its memory is here", "error", err)
@@ -370,7 +366,7 @@ func (n *Node) look(ctx context.Context) error {
 	defer func() { _ = work.Wait() }()
 	var mu sync.Mutex // guards seen and retry
 	seen, retry := map[string]string{}, map[string]time.Time{}
-	swept := time.Now()
+	swept, tidied := time.Now(), time.Now()
 	for rest(ctx, min(lookEvery, n.o.TTL/10)) {
 		mu.Lock()
 		due, err := n.due(seen)
@@ -407,6 +403,10 @@ func (n *Node) look(ctx context.Context) error {
 			}
 		}
 		n.near.tidy(time.Now())
+		if time.Since(tidied) > tidyEvery {
+			tidied = time.Now()
+			n.tidyAhead()
+		}
 		if time.Since(swept) > sweepEvery {
 			swept = time.Now()
 			if err := n.sweep(ctx); err != nil && ctx.Err() == nil {
