@@ -64,6 +64,10 @@ func (n *Node) arrive(ctx context.Context, name, head, id string, h *archive.Hea
 	if err != nil {
 		return err
 	}
+	if a.ID != id {
+		err := fmt.Errorf("%w: head %.12s has the snapshot %.64q, and says that it has %s", archive.ErrCorrupt, head, a.ID, id)
+		return errors.Join(err, a.Close(), n.state.DropArriving(a.ID))
+	}
 	n.begins(&arriving{id: id, head: head, name: name, a: a})
 	return nil
 }

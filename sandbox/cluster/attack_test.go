@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/archive"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
 	"github.com/drowse-vm/drowse/sandbox/control"
@@ -57,6 +58,80 @@ func TestAttack_host_has_another_one_wake_and_publish_what_is_not_shared(t *test
 	a.asks("b", map[string]any{"op": "wake", "name": "private", "id": r.ID})
 	if b.phase("private") != state.Asleep || objects(t, store, "families/") != 0 {
 		t.Errorf("it is %q, and %d are shared", b.phase("private"), objects(t, store, "families/"))
+	}
+}
+
+// What a host that has been taken over asks others for is refused, and leaves nothing there.
+func TestAttack_host_asks_another_one_for_nonsense(t *testing.T) {
+	store := dir(t)
+	a, b := newDoor(t, "a", store, cluster.Options{}), newDoor(t, "b", store, cluster.Options{})
+	a.create("box")
+	a.sleep("box")
+	r, err := a.State.Get("box")
+	must(t, err)
+	m, err := a.State.Manifest(r.Snapshot)
+	must(t, err)
+	head := strings.Repeat("0", 32)
+	type object = map[string]any
+	ahead := func(objects ...object) map[string]any {
+		return map[string]any{"op": "ahead", "name": "box", "head": head, "manifest": m, "objects": objects}
+	}
+	other := *m
+	other.Image = "../../" + m.Image
+	for what, ask := range map[string]map[string]any{
+		"nothing":                 {},
+		"an unknown step":         {"op": "delete", "name": "box"},
+		"a name that is a path":   {"op": "wake", "name": "../box"},
+		"a name that nobody has":  {"op": "wake", "name": "none"},
+		"no manifest":             {"op": "ahead", "name": "box"},
+		"an empty manifest":       {"op": "ahead", "name": "box", "manifest": map[string]any{}},
+		"an image that is a path": {"op": "ahead", "name": "box", "manifest": other},
+		"a key that is a path":    ahead(object{"key": "../../x", "size": 1}),
+		"a key of a record":       ahead(object{"key": "families/box", "size": 1}),
+		"a key of another head":   ahead(object{"key": "data/heads-" + strings.Repeat("1", 32) + "-X/1/0", "size": 1}),
+		"a key with dots":         ahead(object{"key": "data/heads-" + head + "-X/../../../x", "size": 1}),
+		"no size":                 ahead(object{"key": "data/heads-" + head + "-X/1/0", "size": 0}),
+		"a negative size":         ahead(object{"key": "data/heads-" + head + "-X/1/0", "size": -1}),
+		"a huge size":             ahead(object{"key": "data/heads-" + head + "-X/1/0", "size": 1 << 40}),
+		"what is not there":       ahead(object{"key": "data/heads-" + head + "-X/1/0", "size": 64 << 20}),
+	} {
+		if code := a.asks("b", ask); code == "" {
+			t.Errorf("%s was done", what)
+		}
+	}
+	near, err := filepath.Glob(filepath.Join(b.State.Dir(), "cluster", "near", "[^.]*"))
+	if must(t, err); len(near) > 0 || b.phase("box") != "" {
+		t.Errorf("%q stay there, and it is %q", near, b.phase("box"))
+	}
+	a.counts("box", "1")
+}
+
+// A head whose document is of another snapshot than what it has is damaged, and leaves nothing.
+func TestAttack_head_has_another_snapshot_than_it_says(t *testing.T) {
+	bare, err := blob.OpenDir(t.TempDir())
+	must(t, err)
+	a, b := newHost(t, "a", bare, cluster.Options{}), newHost(t, "b", bare, cluster.Options{})
+	a.create("box")
+	a.sleep("box")
+	r, err := a.State.Get("box")
+	must(t, err)
+	m, err := a.State.Manifest(r.Snapshot)
+	must(t, err)
+	var head string
+	must(t, bare.List(t.Context(), "heads/", func(i blob.Info) error { head = strings.TrimPrefix(i.Key, "heads/"); return nil }))
+	must(t, bare.Delete(t.Context(), "heads/"+head))
+	lie := r.Portable()
+	lie.Snapshot = spec.NewID()
+	doc, err := json.Marshal(map[string]any{"version": 1, "record": lie, "metadata": spec.Metadata{}})
+	must(t, err)
+	_, err = archive.Open(bare).PushHead(t.Context(), a.State, archive.Info{ID: head, Name: "box", Image: m.Image}, r.Snapshot, doc)
+	must(t, err)
+	_, err = b.count("box")
+	want(t, "using it", err, archive.ErrCorrupt)
+	for _, dir := range []string{"arriving", "snapshots"} {
+		if entries, err := os.ReadDir(filepath.Join(b.State.Dir(), dir)); err == nil && len(entries) > 0 {
+			t.Errorf("%s has %v", dir, entries)
+		}
 	}
 }
 
