@@ -30,8 +30,9 @@ type farStore struct {
 	perSecond   float64    // bytes; 0 is no limit
 	free        time.Time
 	files       map[string]int // bytes of each file of a head
-	// refuse has reads of the memory of heads fail, and cut all that is asked of the store.
-	refuse, cut atomic.Bool
+	// refuse has reads of the memory of heads fail, slow those of more than a guest waits for at once, and cut all that
+	// is asked of the store.
+	refuse, slow, cut atomic.Bool
 }
 
 // rate sets how many bytes come in a second; 0 is no limit.
@@ -47,7 +48,7 @@ func (s *farStore) wait(ctx context.Context, key string, n int) error {
 	if s.down.Load() || s.cut.Load() {
 		return errDown
 	}
-	if s.refuse.Load() && memoryRE.MatchString(key) {
+	if (s.refuse.Load() || s.slow.Load() && n > 600<<10) && memoryRE.MatchString(key) {
 		return errDown
 	}
 	s.gets.Add(1)

@@ -231,7 +231,7 @@ func TestGuest_stands_still_while_the_store_is_away(t *testing.T) {
 	a.says("box", "while ! test -e /dev/shm/n; do sleep 0.1; done")
 	sum, count := a.says("box", "cat /dev/shm/sum"), a.number("box", "/dev/shm/n")
 	a.sleep("box")
-	far.rate(5e5) // slow enough for what is to come, also on a busy machine
+	far.slow.Store(true)
 	_, err := b.Sandbox("box").Wake(t.Context())
 	must(t, err)
 	b.says("box", "echo since-its-wake > /dev/shm/work")
@@ -250,7 +250,7 @@ func TestGuest_stands_still_while_the_store_is_away(t *testing.T) {
 		info, err := b.Sandbox("box").Info(t.Context())
 		return err == nil && strings.HasPrefix(info.Problem, "frozen")
 	})
-	far.rate(0)
+	far.slow.Store(false)
 	far.cut.Store(false)
 	eventually(t, "it goes on", func() bool {
 		var out strings.Builder
