@@ -252,13 +252,16 @@ func TestGuest_stands_still_while_the_store_is_away(t *testing.T) {
 	})
 	far.slow.Store(false)
 	far.cut.Store(false)
+	// It sleeps as soon as it can, as it was told to, and may do so under a command.
 	eventually(t, "it goes on", func() bool {
 		var out strings.Builder
 		_, err := b.Sandbox("box").Exec(t.Context(), guest.Cmd{Argv: []string{"cat", "/dev/shm/work"}, IO: guest.IO{Stdout: &out}})
 		return err == nil && out.String() == "since-its-wake\n"
 	})
-	b.still("box", sum, &count)
-	b.sleep("box")
+	eventually(t, "it sleeps where others can wake it", func() bool {
+		_, err := b.Sandbox("box").Sleep(t.Context(), sandbox.SleepOptions{})
+		return (err == nil || b.phase("box") == state.Asleep) && b.node.Publish(t.Context(), "box") == nil
+	})
 	a.still("box", sum, &count)
 	if got := a.says("box", "cat /dev/shm/work"); got != "since-its-wake" {
 		t.Errorf("what it did is %q", got)
