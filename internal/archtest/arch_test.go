@@ -43,7 +43,7 @@ var rules = []rule{
 	{"examples/...", []string{"sandbox/...", "netpolicy", "netpolicy/link", "guest"}},
 	{"sdk/...", []string{"sandbox/...", "guest/fakeguest", "netpolicy"}},
 	// The controller of a module of its own is a client of nodes, and links no VMM.
-	{"kubernetes/...", []string{"kubernetes/agents", "kubernetes/controller", "sandbox/api/client", "sandbox/records", "sandbox/spec"}},
+	{"kubernetes/...", []string{"kubernetes/agents", "kubernetes/controller", "netpolicy", "sandbox/api/client", "sandbox/records", "sandbox/spec"}},
 	{"bench/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "netpolicy/...", "rootfs/...", "guest", "internal/osfile"}},
 	{"sandbox/supervisor", []string{"sandbox", "sandbox/state", "sandbox/template", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/fleet", "sandbox/events", "netpolicy", "netpolicy/link", "netpolicy/hostnet", "netpolicy/refmodel"}},
 	// The lifecycle builds upon VMs. Records and lifetimes know nothing of VMs.

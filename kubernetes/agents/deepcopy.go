@@ -54,6 +54,8 @@ func (s *SandboxClaim) DeepCopy() *SandboxClaim {
 	c.Spec.AdditionalPodMetadata = s.Spec.AdditionalPodMetadata.DeepCopy()
 	c.Spec.Env = slices.Clone(s.Spec.Env)
 	c.Spec.SafeToEvict = ptr(s.Spec.SafeToEvict, same)
+	c.Spec.TTLAfterCreated = ptr(s.Spec.TTLAfterCreated, same)
+	c.Spec.VolumeClaimTemplates = raws(s.Spec.VolumeClaimTemplates)
 	c.Status.Conditions = conditions(s.Status.Conditions)
 	return &c
 }
@@ -63,6 +65,8 @@ func (s *SandboxWarmPool) DeepCopy() *SandboxWarmPool {
 	c := *s
 	c.ObjectMeta = *s.ObjectMeta.DeepCopy()
 	c.Spec.UpdateStrategy = ptr(s.Spec.UpdateStrategy, same)
+	c.Spec.TTLAfterCreated = ptr(s.Spec.TTLAfterCreated, same)
+	c.Status.Conditions = conditions(s.Status.Conditions)
 	return &c
 }
 

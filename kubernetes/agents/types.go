@@ -1,6 +1,9 @@
 package agents
 
 import (
+	"fmt"
+	"hash/fnv"
+
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -31,17 +34,20 @@ const (
 	DeleteForeground = "DeleteForeground"
 	Retain           = "Retain"
 
-	ConditionReady     = "Ready"
-	ConditionSuspended = "Suspended"
+	ConditionReady        = "Ready"
+	ConditionSuspended    = "Suspended"
+	ConditionPodScheduled = "PodScheduled"
+	ConditionAvailable    = "Available" // of a pool
 
-	ReasonReady            = "DependenciesReady"
-	ReasonNotReady         = "DependenciesNotReady"
-	ReasonSuspended        = "SandboxSuspended"
-	ReasonExpired          = "SandboxExpired"
-	ReasonClaimExpired     = "ClaimExpired"
-	ReasonPodTerminated    = "PodTerminated"
-	ReasonPodNotTerminated = "PodNotTerminated"
-	ReasonNotSuspended     = "NotSuspended"
+	ReasonReady          = "DependenciesReady"
+	ReasonNotReady       = "DependenciesNotReady"
+	ReasonSuspended      = "SandboxSuspended"
+	ReasonExpired        = "SandboxExpired"
+	ReasonClaimExpired   = "ClaimExpired"
+	ReasonPodTerminated  = "PodTerminated"
+	ReasonPodTerminating = "PodTerminating"
+	ReasonPodNotOwned    = "PodNotOwned"
+	ReasonNotSuspended   = "NotSuspended"
 
 	// SandboxNameAnnotation of a claim is the name of its sandbox.
 	SandboxNameAnnotation = "agents.x-k8s.io/sandbox-name"
@@ -53,9 +59,27 @@ const (
 	LaunchCold  = "cold"
 	// SafeToEvictAnnotation of a pod is what cluster-autoscaler may do with it.
 	SafeToEvictAnnotation = "cluster-autoscaler.kubernetes.io/safe-to-evict"
-	// ClaimLabel of a pod is the UID of the claim whose sandbox it is.
+	// ObservedAnnotation of a claim is when a controller has first seen it.
+	ObservedAnnotation = "agents.x-k8s.io/controller-first-observed-at"
+
+	// ClaimLabel of a sandbox and its pod is the UID of the claim that has it.
 	ClaimLabel = "agents.x-k8s.io/claim-uid"
+	// PoolLabel is the NameHash of the pool that has them, and TemplateHashLabel that of the template.
+	PoolLabel         = "agents.x-k8s.io/warm-pool-sandbox"
+	TemplateHashLabel = "agents.x-k8s.io/sandbox-template-ref-hash"
+	// NameHashLabel of a pod is the NameHash of its sandbox.
+	NameHashLabel = "agents.x-k8s.io/sandbox-name-hash"
+	// PropagatedLabels and PropagatedAnnotations of a pod are the keys that it has from the podTemplate.
+	PropagatedLabels      = "agents.x-k8s.io/propagated-labels"
+	PropagatedAnnotations = "agents.x-k8s.io/propagated-annotations"
 )
+
+// NameHash is an object's name in labels: FNV-1a in hexadecimal digits.
+func NameHash(name string) string {
+	h := fnv.New32a()
+	h.Write([]byte(name))
+	return fmt.Sprintf("%08x", h.Sum32())
+}
 
 // PodMetadata are the labels and annotations of a pod.
 type PodMetadata struct {
@@ -131,9 +155,12 @@ type SandboxClaim struct {
 // ClaimSpec is what a SandboxClaim asks for.
 type ClaimSpec struct {
 	WarmPoolRef           Ref             `json:"warmPoolRef"`
+	TTLAfterCreated       *int32          `json:"ttlSecondsAfterCreated,omitempty"`
 	Lifecycle             *ClaimLifecycle `json:"lifecycle,omitempty"`
 	AdditionalPodMetadata PodMetadata     `json:"additionalPodMetadata,omitzero"`
 	Env                   []ClaimEnv      `json:"env,omitempty"`
+	// VolumeClaimTemplates are only there or not.
+	VolumeClaimTemplates []runtime.RawExtension `json:"volumeClaimTemplates,omitempty"`
 	// SafeToEvict replaces the pod's annotation of SafeToEvictAnnotation.
 	SafeToEvict *string `json:"safeToEvict,omitempty"`
 }
@@ -178,9 +205,10 @@ type SandboxWarmPool struct {
 
 // WarmPoolSpec is how many sandboxes of which template a pool keeps.
 type WarmPoolSpec struct {
-	Replicas       int32           `json:"replicas"`
-	TemplateRef    Ref             `json:"sandboxTemplateRef"`
-	UpdateStrategy *UpdateStrategy `json:"updateStrategy,omitempty"`
+	Replicas        int32           `json:"replicas"`
+	TemplateRef     Ref             `json:"sandboxTemplateRef"`
+	TTLAfterCreated *int32          `json:"ttlSecondsAfterCreated,omitempty"`
+	UpdateStrategy  *UpdateStrategy `json:"updateStrategy,omitempty"`
 }
 
 // UpdateStrategy says what becomes of a pool's sandboxes when their template changes: Recreate or OnReplenish.
@@ -193,8 +221,11 @@ const Recreate = "Recreate"
 
 // WarmPoolStatus is what a pool has.
 type WarmPoolStatus struct {
-	Replicas      int32 `json:"replicas,omitempty"`
-	ReadyReplicas int32 `json:"readyReplicas,omitempty"`
+	Replicas           int32              `json:"replicas,omitempty"`
+	ReadyReplicas      int32              `json:"readyReplicas,omitempty"`
+	Selector           string             `json:"selector,omitempty"`
+	ObservedGeneration int64              `json:"observedGeneration,omitempty"`
+	Conditions         []metav1.Condition `json:"conditions,omitempty"`
 }
 
 // SandboxList is a list.

@@ -85,7 +85,7 @@ func TestPool_has_sandboxes_that_sleep_and_take_no_room(t *testing.T) {
 	}
 	var p agents.SandboxWarmPool
 	must(t, d.Get(t.Context(), key("p"), &p))
-	if p.Status != (agents.WarmPoolStatus{Replicas: 3, ReadyReplicas: 3}) {
+	if p.Status.Replicas != 3 || p.Status.ReadyReplicas != 3 || !isTrue(p.Status.Conditions, agents.ConditionAvailable) {
 		t.Errorf("%+v", p.Status)
 	}
 	p.Spec.Replicas = 1
@@ -126,7 +126,7 @@ func TestClaim_takes_a_warm_sandbox_or_has_one_made(t *testing.T) {
 	warm := d.list()[0].Name
 	one := d.claim("one", func(c *agents.SandboxClaim) {
 		c.Spec.SafeToEvict = ptr.To("false")
-		c.Spec.AdditionalPodMetadata = agents.PodMetadata{Labels: map[string]string{"team": "x"}, Annotations: map[string]string{controller.AnnotationSpec: `{"network":"tap"}`}}
+		c.Spec.AdditionalPodMetadata = agents.PodMetadata{Labels: map[string]string{"team": "x"}, Annotations: map[string]string{"note": "y"}}
 	})
 	two := d.claim("two", nil)
 	if one.Status.Sandbox.Name != warm || two.Status.Sandbox.Name != "two" {
@@ -138,7 +138,7 @@ func TestClaim_takes_a_warm_sandbox_or_has_one_made(t *testing.T) {
 			t.Errorf("%+v", s)
 		}
 		d.reconcile(s.Name)
-		if p := d.pod(s.Name); p == nil || p.Labels[agents.ClaimLabel] != string(c.UID) || p.Labels["team"] != map[string]string{agents.LaunchWarm: "x"}[launch] || p.Annotations[controller.AnnotationSpec] != "" || (p.Annotations[agents.SafeToEvictAnnotation] == "false") != (c == one) {
+		if p := d.pod(s.Name); p == nil || p.Labels[agents.ClaimLabel] != string(c.UID) || p.Labels["team"] != map[string]string{agents.LaunchWarm: "x"}[launch] || (p.Annotations["note"] == "y") != (c == one) || (p.Annotations[agents.SafeToEvictAnnotation] == "false") != (c == one) {
 			t.Errorf("its pod is %+v", p)
 		}
 		d.bind(s.Name, "a")
@@ -184,7 +184,7 @@ func TestClaim_that_may_not_be_served_says_why(t *testing.T) {
 		claim    func(*agents.SandboxClaim)
 		says     string // of the reason and message; empty: it is served, with A=b if it has variables
 	}{
-		"variables that nobody allows":        {nil, env, "envVarsInjectionPolicy"},
+		"variables that nobody allows":        {nil, env, "EnvVarsInjectionRejected"},
 		"variables that must not be replaced": {func(t *agents.SandboxTemplate) { runs(t); t.Spec.EnvVarsInjectionPolicy = "Allowed" }, env, "may not replace"},
 		"variables that may be replaced":      {func(t *agents.SandboxTemplate) { runs(t); t.Spec.EnvVarsInjectionPolicy = "Overrides" }, env, ""},
 		"variables of another container": {func(t *agents.SandboxTemplate) { runs(t); t.Spec.EnvVarsInjectionPolicy = "Overrides" }, func(c *agents.SandboxClaim) {
@@ -195,6 +195,19 @@ func TestClaim_that_may_not_be_served_says_why(t *testing.T) {
 		"one that another enforces": {func(t *agents.SandboxTemplate) {
 			t.Spec.NetworkPolicy, t.Spec.NetworkPolicyManagement = &runtime.RawExtension{Raw: []byte("{}")}, "Unmanaged"
 		}, nil, ""},
+		"what the template says of VMs": {nil, func(c *agents.SandboxClaim) {
+			c.Spec.AdditionalPodMetadata.Annotations = map[string]string{controller.AnnotationSpec: `{"network":"tap"}`}
+		}, "InvalidMetadata"},
+		"a label of the system": {nil, func(c *agents.SandboxClaim) {
+			c.Spec.AdditionalPodMetadata.Labels = map[string]string{agents.NameHashLabel: "x"}
+		}, "InvalidMetadata"},
+		"a label that the template has": {func(t *agents.SandboxTemplate) { t.Spec.PodTemplate.Labels = map[string]string{"a": "b"} }, func(c *agents.SandboxClaim) {
+			c.Spec.AdditionalPodMetadata.Labels = map[string]string{"a": "c"}
+		}, "InvalidMetadata"},
+		"volumes": {nil, func(c *agents.SandboxClaim) {
+			c.Spec.VolumeClaimTemplates = []runtime.RawExtension{{Raw: []byte("{}")}}
+		}, "VolumeClaimTemplatesError"},
+		"a pool that is not there":  {nil, func(c *agents.SandboxClaim) { c.Spec.WarmPoolRef.Name = "none" }, "WarmPoolNotFound"},
 		"secrets that nobody makes": {func(t *agents.SandboxTemplate) { t.Spec.GeneratedSecrets = []runtime.RawExtension{{Raw: []byte("{}")}} }, nil, "generatedSecrets"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -202,7 +215,7 @@ func TestClaim_that_may_not_be_served_says_why(t *testing.T) {
 			d.pool(0, tt.template)
 			c := d.claim("c", tt.claim)
 			if tt.says != "" {
-				if len(c.Status.Conditions) != 1 || c.Status.Conditions[0].Reason != controller.ReasonUnsupported || !strings.Contains(c.Status.Conditions[0].Message, tt.says) || len(d.list()) > 0 {
+				if len(c.Status.Conditions) != 1 || !strings.Contains(c.Status.Conditions[0].Reason+": "+c.Status.Conditions[0].Message, tt.says) || len(d.list()) > 0 {
 					t.Errorf("%+v, and %d sandboxes", c.Status, len(d.list()))
 				}
 				return

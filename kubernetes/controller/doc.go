@@ -13,9 +13,12 @@
 // The API server says who owns what, drowse what runs where. The controller has no state: it may be killed between any
 // two lines. The VM's name is made from the Sandbox's UID, so a request that is repeated finds the same VM, and an
 // object of the same name that comes later finds another. Before a node gets to know a VM, the Sandbox has a finalizer
-// and an annotation with the node (AnnotationNode), so no VM is forgotten. When it has started there,
-// AnnotationStarted has the UID of the pod that it was started for: the next pod needs another start, and a VM that
-// was there once is never replaced by an empty one of its name.
+// and an annotation with the node (AnnotationNode), so no VM is forgotten. When it has started,
+// AnnotationStarted says so: a VM that was there once is never replaced by an empty one of its name.
+//
+// Whoever may write a Sandbox may write its annotations, finalizers and owners too. They are hints: a VM also sleeps
+// and goes where its pod is bound, which he may not write, and a sweep of the nodes' lists removes VMs without a
+// Sandbox. It knows this cluster's by a tag with Options.ClusterID, and their Sandboxes by what they were made with.
 //
 // # Reservations
 //
@@ -28,6 +31,8 @@
 // run it is not up to this controller but to the ledger there. Without, a new pod is bound to the node that has the
 // VM's memory. If a node is gone, or not ready while its server is silent, its VMs go on elsewhere as they were last
 // published, or are lost, and say so.
+//
+// What runs without a reservation is put to sleep again by the sweep: operatingMode decides, not traffic.
 //
 // A pool's sandboxes run once, and are suspended as soon as they are ready: they take no room on nodes. A claim makes
 // one its own, by a patch that fails if another was first, and has it run.

@@ -24,9 +24,12 @@ const (
 	trustTime = 10 * time.Second
 	// silence is for how long a server that did not answer is not asked again.
 	silence = 5 * time.Second
-	// maxCalls is how many requests a node has at once, and slotTime how long one more waits.
-	maxCalls = 16
-	slotTime = 50 * time.Millisecond
+	// maxCalls is how many requests a node has at once, and slotTime how long one more waits. callsOfOne are those of
+	// one namespace at a node, and workersOfOne those at all nodes: the rest is for others, also while nodes are slow.
+	maxCalls     = 24
+	slotTime     = 50 * time.Millisecond
+	callsOfOne   = 16
+	workersOfOne = Workers * 3 / 4
 )
 
 // Fleet are the drowse servers of a cluster's nodes. Its methods may be called from any goroutine.
@@ -35,20 +38,22 @@ type Fleet struct {
 	Nodes kube.Reader
 	// Port is that of each server, at the node's internal address.
 	Port int
-	// HTTP is how servers are asked; nil is without TLS. Token returns what they are shown.
+	// HTTP is how servers are asked; nil is without TLS. Token returns what a node's server is shown.
 	HTTP  *http.Client
-	Token func() (string, error)
+	Token func(node string) (string, error)
 
-	mu    sync.Mutex // guards nodes and their fields
+	mu    sync.Mutex // guards what follows, and the fields of nodes
 	nodes map[string]*node
+	of    map[string]int // requests under way by namespace
 }
 
 // node is what is known of a node's server.
 type node struct {
 	calls   chan struct{}
-	heard   time.Time // when it last answered
-	silent  time.Time // until when it is not asked
-	because error     // why
+	of      map[string]int // requests under way by namespace
+	heard   time.Time      // when it last answered
+	silent  time.Time      // until when it is not asked
+	because error          // why
 }
 
 // Errors of nodes.
@@ -58,30 +63,44 @@ var (
 	errBusy        = errors.New("the node has as many requests as it may")
 )
 
-// call asks the server of a node. It waits no longer than limit, and little longer than probeTime for a server that is
-// silent. Errors are errNodeGone, errUnreachable, errBusy, and those of the server.
-func (f *Fleet) call(ctx context.Context, name string, limit time.Duration, ask func(context.Context, *client.Client) error) error {
+// call asks the server of a node on behalf of a namespace. It waits no longer than limit, and little longer than
+// probeTime for a server that is silent. Errors are errNodeGone, errUnreachable, errBusy, and those of the server.
+func (f *Fleet) call(ctx context.Context, name, namespace string, limit time.Duration, ask func(context.Context, *client.Client) error) error {
 	base, err := f.base(ctx, name)
+	if errors.Is(err, errNodeGone) {
+		f.mu.Lock()
+		delete(f.nodes, name)
+		f.mu.Unlock()
+	}
 	if err != nil {
 		return err
 	}
-	token, err := f.Token()
+	token, err := f.Token(name)
 	if err != nil {
-		return fmt.Errorf("reading the token for drowse servers: %w", err)
+		return fmt.Errorf("reading the token for the drowse server of %s: %w", name, err)
 	}
 	f.mu.Lock()
 	n := f.nodes[name]
 	if n == nil {
-		n = &node{calls: make(chan struct{}, maxCalls)}
+		n = &node{calls: make(chan struct{}, maxCalls), of: map[string]int{}}
 		if f.nodes == nil {
-			f.nodes = map[string]*node{}
+			f.nodes, f.of = map[string]*node{}, map[string]int{}
 		}
 		f.nodes[name] = n
 	}
 	silent, because, heard := n.silent, n.because, n.heard
+	full := n.of[namespace] >= callsOfOne || f.of[namespace] >= workersOfOne
+	if !full {
+		n.of[namespace]++
+		f.of[namespace]++
+		defer f.done(n, namespace)
+	}
 	f.mu.Unlock()
 	if time.Now().Before(silent) {
 		return because
+	}
+	if full {
+		return fmt.Errorf("asking node %s for namespace %s: %w", name, namespace, errBusy)
 	}
 	wait := time.NewTimer(slotTime)
 	defer wait.Stop()
@@ -119,6 +138,16 @@ func (f *Fleet) call(ctx context.Context, name string, limit time.Duration, ask 
 	return err
 }
 
+func (f *Fleet) done(n *node, namespace string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, of := range []map[string]int{n.of, f.of} {
+		if of[namespace]--; of[namespace] == 0 {
+			delete(of, namespace)
+		}
+	}
+}
+
 // client returns how to ask, and sets answered once a server has.
 func (f *Fleet) client(answered *bool) *http.Client {
 	h := http.Client{Transport: http.DefaultTransport}
@@ -150,6 +179,9 @@ func (f *Fleet) base(ctx context.Context, name string) (string, error) {
 	case err != nil:
 		return "", err
 	}
+	if n.Labels[NodeLabel] != NodeLabelValue { // what listens there may be anybody's, and would be shown the token
+		return "", fmt.Errorf("%w: %s has no label %s=%s", errUnreachable, name, NodeLabel, NodeLabelValue)
+	}
 	for _, a := range n.Status.Addresses {
 		if a.Type == corev1.NodeInternalIP {
 			return f.scheme() + net.JoinHostPort(a.Address, strconv.Itoa(f.Port)), nil
@@ -165,7 +197,7 @@ func (f *Fleet) scheme() string {
 	return "https://"
 }
 
-// ready reports whether a node is there and its kubelet says that it is well.
+// ready reports whether a node is there, is drowse's, and its kubelet says that it is well.
 func (f *Fleet) ready(ctx context.Context, name string) (bool, error) {
 	var n corev1.Node
 	switch err := f.Nodes.Get(ctx, kube.ObjectKey{Name: name}, &n); {
@@ -176,7 +208,7 @@ func (f *Fleet) ready(ctx context.Context, name string) (bool, error) {
 	}
 	for _, c := range n.Status.Conditions {
 		if c.Type == corev1.NodeReady {
-			return c.Status == corev1.ConditionTrue, nil
+			return c.Status == corev1.ConditionTrue && n.Labels[NodeLabel] == NodeLabelValue, nil
 		}
 	}
 	return false, nil

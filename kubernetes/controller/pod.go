@@ -2,6 +2,8 @@ package controller
 
 import (
 	"maps"
+	"slices"
+	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -15,11 +17,6 @@ import (
 // reservation returns the pod of a sandbox.
 func (o *Options) reservation(s *agents.Sandbox, r records.Request) *corev1.Pod {
 	t := &s.Spec.PodTemplate
-	labels := maps.Clone(t.Labels)
-	if labels == nil {
-		labels = map[string]string{}
-	}
-	labels[PodLabel] = NodeLabelValue
 	spec := corev1.PodSpec{
 		NodeSelector: maps.Clone(t.Spec.NodeSelector), Affinity: t.Spec.Affinity.DeepCopy(), Tolerations: t.Spec.Tolerations,
 		TopologySpreadConstraints: t.Spec.TopologySpreadConstraints, SchedulerName: t.Spec.SchedulerName, SchedulingGates: t.Spec.SchedulingGates,
@@ -44,13 +41,60 @@ func (o *Options) reservation(s *agents.Sandbox, r records.Request) *corev1.Pod 
 	if at := s.Annotations[AnnotationNode]; at != "" {
 		o.near(&spec, at)
 	}
-	return &corev1.Pod{
+	p := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{
-			Name: s.Name, Namespace: s.Namespace, Labels: labels, Annotations: maps.Clone(t.Annotations), Finalizers: []string{Finalizer},
+			Name: s.Name, Namespace: s.Namespace, Finalizers: []string{Finalizer},
 			OwnerReferences: []metav1.OwnerReference{*metav1.NewControllerRef(s, agents.Group.WithKind("Sandbox"))},
 		},
 		Spec: spec,
 	}
+	describe(p, s)
+	return p
+}
+
+// describe gives a pod the labels and annotations of its sandbox's template, and removes those that the template had.
+// Others' stay. Whoever writes a Sandbox does not choose what controllers know pods by.
+func describe(p *corev1.Pod, s *agents.Sandbox) {
+	labels, notes := allowed(s.Spec.PodTemplate.Labels), allowed(s.Spec.PodTemplate.Annotations)
+	keys := func(of map[string]string) string { return strings.Join(slices.Sorted(maps.Keys(of)), ",") }
+	own := map[string]string{PodLabel: NodeLabelValue, agents.NameHashLabel: agents.NameHash(s.Name)}
+	if c := metav1.GetControllerOf(s); c != nil && strings.HasPrefix(c.APIVersion, agents.Extensions.Group+"/") {
+		for _, key := range []string{agents.ClaimLabel, agents.PoolLabel, agents.TemplateHashLabel} {
+			if value := s.Labels[key]; value != "" {
+				own[key] = value
+			}
+		}
+	}
+	merge := func(to *map[string]string, were string, more ...map[string]string) {
+		all := map[string]string{}
+		for key, value := range *to {
+			if !reservedKey(key) && !slices.Contains(strings.Split(were, ","), key) {
+				all[key] = value
+			}
+		}
+		for _, m := range more {
+			maps.Copy(all, m)
+		}
+		*to = all
+	}
+	merge(&p.Labels, p.Annotations[agents.PropagatedLabels], labels, own)
+	merge(&p.Annotations, p.Annotations[agents.PropagatedAnnotations], notes,
+		map[string]string{agents.PropagatedLabels: keys(labels), agents.PropagatedAnnotations: keys(notes)})
+}
+
+// allowed returns those of a template's labels or annotations that are not the controllers' own.
+func allowed(all map[string]string) map[string]string {
+	out := map[string]string{}
+	for key, value := range all {
+		if !reservedKey(key) {
+			out[key] = value
+		}
+	}
+	return out
+}
+
+func reservedKey(key string) bool {
+	return strings.HasPrefix(key, prefix) || strings.HasPrefix(key, agents.Group.Group+"/") || strings.HasPrefix(key, agents.Extensions.Group+"/")
 }
 
 // reserved returns what the pod requests: what the template says, or else the VM's size, and the memory of its process.

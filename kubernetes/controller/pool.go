@@ -60,9 +60,24 @@ func (r *Pools) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, e
 		r.mu.Unlock()
 		return ctrl.Result{}, nil
 	}
+	var until time.Duration
+	if ttl := p.Spec.TTLAfterCreated; ttl != nil {
+		if until = untilOld(&p, *ttl); until <= 0 {
+			return ctrl.Result{}, kube.IgnoreNotFound(r.Delete(ctx, &p, kube.Preconditions{UID: &p.UID}))
+		}
+	}
 	var t agents.SandboxTemplate
-	if err := r.Get(ctx, kube.ObjectKey{Namespace: p.Namespace, Name: p.Spec.TemplateRef.Name}, &t); err != nil {
-		return ctrl.Result{}, kube.IgnoreNotFound(err) // its event comes here
+	switch err := r.Get(ctx, kube.ObjectKey{Namespace: p.Namespace, Name: p.Spec.TemplateRef.Name}, &t); {
+	case apierrors.IsNotFound(err): // its event comes here
+		const missing = "TemplateNotFound"
+		if c := meta.FindStatusCondition(p.Status.Conditions, agents.ConditionAvailable); c != nil && c.Reason == missing {
+			return ctrl.Result{RequeueAfter: until}, nil
+		}
+		was := p.DeepCopy()
+		available(&p, false, missing, fmt.Sprintf("SandboxTemplate %q not found", p.Spec.TemplateRef.Name))
+		return ctrl.Result{RequeueAfter: until}, kube.IgnoreNotFound(r.Status().Patch(ctx, &p, kube.MergeFrom(was)))
+	case err != nil:
+		return ctrl.Result{}, err
 	}
 	if !is(&t.Spec.Blueprint) {
 		return ctrl.Result{}, nil
@@ -81,7 +96,7 @@ func (r *Pools) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, e
 		switch {
 		case !s.DeletionTimestamp.IsZero():
 			continue
-		case s.Annotations[AnnotationTemplate] != digest && p.Spec.UpdateStrategy != nil && p.Spec.UpdateStrategy.Type == agents.Recreate:
+		case (s.Annotations[AnnotationTemplate] != digest || s.Annotations[agents.TemplateAnnotation] != t.Name) && p.Spec.UpdateStrategy != nil && p.Spec.UpdateStrategy.Type == agents.Recreate:
 			if err := r.drop(ctx, s); err != nil {
 				return ctrl.Result{}, ignoreConflict(err)
 			}
@@ -102,20 +117,36 @@ func (r *Pools) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, e
 	})
 	err = r.fit(ctx, &p, &t, digest, have)
 	was := p.DeepCopy()
-	p.Status = agents.WarmPoolStatus{Replicas: int32(len(have))}
+	p.Status = agents.WarmPoolStatus{Replicas: int32(len(have)), Conditions: p.Status.Conditions, Selector: agents.PoolLabel + "=" + agents.NameHash(p.Name)}
 	for _, s := range have {
 		if warm(s) {
 			p.Status.ReadyReplicas++
 		}
 	}
+	if ready := p.Status.ReadyReplicas; ready >= p.Spec.Replicas {
+		available(&p, true, "MinimumReplicasAvailable", "all sandboxes can be claimed")
+	} else {
+		available(&p, false, "MinimumReplicasUnavailable", fmt.Sprintf("not all of %d sandboxes can be claimed yet", p.Spec.Replicas))
+	}
 	if err == nil && !equality.Semantic.DeepEqual(was.Status, p.Status) {
 		err = kube.IgnoreNotFound(r.Status().Patch(ctx, &p, kube.MergeFrom(was)))
 	}
-	var after time.Duration
-	if r.unseen(p.UID, have) > 0 {
+	after := until
+	if r.unseen(p.UID, have) > 0 && (after == 0 || seenTime < after) {
 		after = seenTime // if an event of theirs is missed
 	}
 	return ctrl.Result{RequeueAfter: after}, ignoreConflict(err)
+}
+
+func available(p *agents.SandboxWarmPool, is bool, reason, message string) {
+	status := metav1.ConditionFalse
+	if is {
+		status = metav1.ConditionTrue
+	}
+	p.Status.ObservedGeneration = p.Generation
+	meta.SetStatusCondition(&p.Status.Conditions, metav1.Condition{
+		Type: agents.ConditionAvailable, Status: status, Reason: reason, Message: message, ObservedGeneration: p.Generation,
+	})
 }
 
 func boolean(b bool) int {
@@ -144,7 +175,7 @@ func (r *Pools) fit(ctx context.Context, p *agents.SandboxWarmPool, t *agents.Sa
 		s := fromTemplate(t)
 		s.Name = cut(p.Name, 57) + "-" + rand.String(5)
 		s.Namespace = p.Namespace
-		s.Labels[agents.LaunchLabel] = agents.LaunchWarm
+		s.Labels[agents.LaunchLabel], s.Labels[agents.PoolLabel] = agents.LaunchWarm, agents.NameHash(p.Name)
 		s.Annotations[AnnotationTemplate] = digest
 		s.OwnerReferences = []metav1.OwnerReference{*metav1.NewControllerRef(p, agents.Extensions.WithKind("SandboxWarmPool"))}
 		if err := r.Create(ctx, s); err != nil {
@@ -186,7 +217,7 @@ func (r *Pools) drop(ctx context.Context, s *agents.Sandbox) error {
 // fromTemplate returns a sandbox as a template wants it.
 func fromTemplate(t *agents.SandboxTemplate) *agents.Sandbox {
 	s := &agents.Sandbox{Spec: agents.SandboxSpec{Blueprint: t.Spec.Blueprint.DeepCopy(), OperatingMode: agents.Running}}
-	s.Labels = map[string]string{}
+	s.Labels = map[string]string{agents.TemplateHashLabel: agents.NameHash(t.Name)}
 	s.Annotations = map[string]string{agents.TemplateAnnotation: t.Name}
 	return s
 }
@@ -202,8 +233,9 @@ func checkTemplate(t *agents.SandboxTemplate) error {
 	return nil
 }
 
+// digestOf is of what a VM is made with: what a template says of pods changes none.
 func digestOf(t *agents.SandboxTemplate) (string, error) {
-	text, err := json.Marshal(t.Spec.PodTemplate)
+	text, err := json.Marshal([]any{t.Spec.PodTemplate.Spec, t.Spec.PodTemplate.Annotations[AnnotationSpec]})
 	sum := sha256.Sum256(text)
 	return hex.EncodeToString(sum[:8]), err
 }

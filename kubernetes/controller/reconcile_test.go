@@ -231,8 +231,8 @@ func TestEvicted_pod_waits_until_its_sandbox_sleeps_which_then_wakes_on_the_next
 }
 
 func TestController_that_is_killed_between_two_requests_makes_no_second_VM_and_forgets_none(t *testing.T) {
-	// Each write to the API server in turn is what a controller does not come to do any more, and each request to a node
-	// what it does not hear the answer of.
+	// Each write to the API server in turn is what a controller does not come to do any more, and each request to a
+	// node what it does not hear the answer of.
 	for fails := 1; ; fails++ {
 		d := newDesk(t, newWorld(t, true, "a", "b"))
 		left := fails
@@ -270,11 +270,9 @@ func TestController_that_is_killed_between_two_requests_makes_no_second_VM_and_f
 				return c.SubResource(sub).Patch(ctx, o, p, opts...)
 			},
 		})
-		first := *d.s
-		first.Client = killed
 		deaf := d.fleet()
 		deaf.Nodes, deaf.HTTP.Transport = d.Client, unheard{deaf.HTTP.Transport, die}
-		first.Fleet = deaf
+		first := controller.Sandboxes{Client: killed, Live: d.s.Live, Fleet: deaf, Options: d.s.Options}
 		sure := d.s
 		ever := false
 		reconcile := func() {

@@ -5,9 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -16,6 +18,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/events"
 	"k8s.io/utils/ptr"
 	ctrl "sigs.k8s.io/controller-runtime"
 	kube "sigs.k8s.io/controller-runtime/pkg/client"
@@ -31,6 +34,11 @@ import (
 type Options struct {
 	// Durable means that the nodes share a store, so that any of them wakes what sleeps there.
 	Durable bool
+	// ClusterID tells the cluster's VMs from those of others at the same nodes: at most 53 bytes without spaces and
+	// commas.
+	ClusterID string
+	// AllowPrivate lets sandboxes' policies open private addresses and the nodes'.
+	AllowPrivate bool
 	// PauseImage is the image of reservations.
 	PauseImage string
 	// CheckEvery is how often a VM that is to be awake is looked at; zero is a minute.
@@ -68,7 +76,11 @@ type Sandboxes struct {
 	// Live reads past the cache.
 	Live  kube.Reader
 	Fleet *Fleet
+	// Events, if not nil, gets what goes wrong.
+	Events events.EventRecorder
 	Options
+
+	awake sync.Map // UIDs of suspended sandboxes that a sweep has found awake, with the nodes
 }
 
 // stop is an error that ends a reconciliation with a condition. What is retried is retried after some time, which the
@@ -80,10 +92,12 @@ type stop struct {
 
 func (s *stop) Error() string { return s.reason + ": " + s.message }
 
-// retries are after how long the same is tried again.
+// soon and later are after how long the same is tried again. patience is for how long a sandbox that is to be gone
+// waits for a node that is silent.
 const (
-	soon  = time.Second
-	later = 10 * time.Second
+	soon     = time.Second
+	later    = 10 * time.Second
+	patience = 15 * time.Minute
 )
 
 // Reconcile implements reconcile.Reconciler.
@@ -108,13 +122,50 @@ func (r *Sandboxes) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resul
 	if s.UID == "" { // it is gone
 		return ctrl.Result{}, err
 	}
+	if errors.Is(err, errFresh) {
+		c := meta.FindStatusCondition(was.Status.Conditions, agents.ConditionReady)
+		if after, err = soon, nil; c != nil && c.Status == metav1.ConditionFalse {
+			return ctrl.Result{RequeueAfter: after}, nil
+		}
+	}
 	if !equality.Semantic.DeepEqual(was.Status, s.Status) {
+		r.tell(was, s)
 		was.ObjectMeta, was.Spec = s.ObjectMeta, s.Spec
 		if perr := r.Status().Patch(ctx, s, kube.MergeFrom(was)); perr != nil && !apierrors.IsNotFound(perr) {
 			err = errors.Join(err, perr)
 		}
 	}
 	return ctrl.Result{RequeueAfter: after}, ignoreConflict(err)
+}
+
+// errFresh means that a pod is about to be bound, which is mostly a matter of milliseconds: that a sandbox which was
+// not ready waits for it is not worth a request.
+var errFresh = errors.New("the pod was made just now")
+
+// freshTime is for how long a pod is that, by the API server's clock.
+const freshTime = 2 * time.Second
+
+func reasonOf(s *agents.Sandbox) string {
+	if c := meta.FindStatusCondition(s.Status.Conditions, agents.ConditionReady); c != nil {
+		return c.Reason
+	}
+	return ""
+}
+
+// ordinary are reasons of a condition that is not true which no event is made of.
+var ordinary = []string{agents.ReasonNotReady, agents.ReasonSuspended}
+
+// tell makes an event of a sandbox's new reason for not being ready.
+func (r *Sandboxes) tell(was, s *agents.Sandbox) {
+	c := meta.FindStatusCondition(s.Status.Conditions, agents.ConditionReady)
+	if r.Events == nil || c == nil || c.Status == metav1.ConditionTrue || c.Reason == reasonOf(was) || slices.Contains(ordinary, c.Reason) {
+		return
+	}
+	kind := corev1.EventTypeWarning
+	if c.Reason == agents.ReasonExpired {
+		kind = corev1.EventTypeNormal
+	}
+	r.Events.Eventf(s, nil, kind, c.Reason, "Reconcile", "%s", c.Message)
 }
 
 // ignoreConflict leaves out what another writer caused: its change comes as an event.
@@ -158,13 +209,13 @@ func (r *Sandboxes) step(ctx context.Context, s *agents.Sandbox) (after time.Dur
 	known, suspended := controllerutil.ContainsFinalizer(s, Finalizer), s.Spec.OperatingMode == agents.Suspended
 	// A template that was changed keeps nothing from sleeping.
 	if pod != nil && !suspended && (!pod.DeletionTimestamp.IsZero() || pod.Status.Phase == corev1.PodFailed || pod.Status.Phase == corev1.PodSucceeded) {
-		if err := r.sleep(ctx, s, name); err != nil && !errors.Is(err, spec.ErrNotFound) { // the next start will tell
+		if err := r.sleep(ctx, s, pod, name); err != nil && !errors.Is(err, spec.ErrNotFound) { // the next start will tell
 			return 0, err
 		}
 		set(s, agents.ConditionReady, false, agents.ReasonNotReady, "the pod is ending, and another one will follow: the VM sleeps meanwhile")
 		return 0, r.release(ctx, pod)
 	}
-	req, err := request(s)
+	req, err := r.request(s)
 	if err != nil && !(known && suspended) {
 		return 0, &stop{ReasonUnsupported, err.Error(), 0}
 	}
@@ -179,7 +230,7 @@ func (r *Sandboxes) step(ctx context.Context, s *agents.Sandbox) (after time.Dur
 	if suspended {
 		err = r.suspend(ctx, s, pod, name)
 	} else {
-		set(s, agents.ConditionSuspended, false, agents.ReasonNotSuspended, "")
+		set(s, agents.ConditionSuspended, false, agents.ReasonNotSuspended, "the sandbox is to run")
 		after, err = r.run(ctx, s, pod, req)
 	}
 	if expires && (after == 0 || left < after) {
@@ -239,15 +290,33 @@ func (r *Sandboxes) orphan(ctx context.Context, key kube.ObjectKey, now types.UI
 	case kube.IgnoreNotFound(err) != nil:
 		return err
 	}
+	// Whoever removed the finalizer of the sandbox has left its VM behind. If its node is silent the sweep finds it.
+	if node := p.Spec.NodeName; node != "" {
+		name := namePrefix + string(owner.UID)
+		err := r.Fleet.call(ctx, node, key.Namespace, r.callTime(), func(ctx context.Context, c *client.Client) error {
+			row, err := c.Here().Get(ctx, name)
+			if err == nil && r.ours(&row) == key {
+				_, err = c.Delete(ctx, name)
+			}
+			return err
+		})
+		if err != nil && !errors.Is(err, spec.ErrNotFound) && !errors.Is(err, errNodeGone) && !errors.Is(err, errUnreachable) {
+			return err
+		}
+	}
 	return r.release(ctx, &p)
 }
 
 // suspend has a sandbox sleep, and then gives its room back.
 func (r *Sandboxes) suspend(ctx context.Context, s *agents.Sandbox, pod *corev1.Pod, name string) error {
-	if c := meta.FindStatusCondition(s.Status.Conditions, agents.ConditionSuspended); pod == nil && c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == s.Generation {
+	at, awake := r.awake.LoadAndDelete(s.UID)
+	if c := meta.FindStatusCondition(s.Status.Conditions, agents.ConditionSuspended); pod == nil && !awake && c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == s.Generation {
 		return nil
 	}
-	err := r.sleep(ctx, s, name)
+	err := r.sleep(ctx, s, pod, name)
+	if awake && err == nil {
+		_, err = r.sleepAt(ctx, s, at.(string), name)
+	}
 	gone := errors.Is(err, spec.ErrNotFound)
 	if gone || err == nil {
 		if err = nil; pod != nil {
@@ -265,30 +334,52 @@ func (r *Sandboxes) suspend(ctx context.Context, s *agents.Sandbox, pod *corev1.
 	case err != nil:
 		return err
 	case pod != nil:
-		set(s, agents.ConditionSuspended, false, agents.ReasonPodNotTerminated, "the VM sleeps, and its pod is ending")
+		set(s, agents.ConditionSuspended, false, agents.ReasonPodTerminating, "the VM sleeps, and its pod is ending")
 		set(s, agents.ConditionReady, false, agents.ReasonSuspended, "the sandbox is being suspended")
 		return nil
 	}
-	s.Status.NodeName, s.Status.LabelSelector = "", ""
+	s.Status.NodeName = ""
+	meta.RemoveStatusCondition(&s.Status.Conditions, agents.ConditionPodScheduled)
+	switch err := r.Live.Get(ctx, kube.ObjectKeyFromObject(s), &metav1.PartialObjectMetadata{TypeMeta: podType}); {
+	case err == nil: // the cache has reservations only
+		set(s, agents.ConditionReady, false, agents.ReasonSuspended, "the sandbox is being suspended")
+		set(s, agents.ConditionSuspended, false, agents.ReasonPodNotOwned, fmt.Sprintf("the VM sleeps, and there is a pod %s that is not this sandbox's: remove it", s.Name))
+		return &stop{agents.ReasonSuspended, "the sandbox is being suspended", later}
+	case !apierrors.IsNotFound(err):
+		return err
+	}
 	set(s, agents.ConditionSuspended, true, agents.ReasonPodTerminated, "the VM sleeps, and has no pod")
 	set(s, agents.ConditionReady, false, agents.ReasonSuspended, "the sandbox is suspended")
 	return nil
 }
+
+var podType = metav1.TypeMeta{APIVersion: "v1", Kind: "Pod"}
 
 // lost says that a VM that was there is not.
 func lost(s *agents.Sandbox, node, name string) error {
 	return &stop{ReasonLost, fmt.Sprintf("node %s knows no VM %s, which was on %s: its memory and disk are lost: delete the Sandbox", node, name, s.Annotations[AnnotationNode]), later}
 }
 
-// sleep has a VM sleep where it is. One that is on another node than was thought is none of this node's. The error is
-// spec.ErrNotFound if it was there and is not.
-func (r *Sandboxes) sleep(ctx context.Context, s *agents.Sandbox, name string) error {
+// sleep has a VM sleep where it is: on its pod's node, or on that of the annotation, which whoever may write a Sandbox
+// may write as well. The error is spec.ErrNotFound if it was there and is not.
+func (r *Sandboxes) sleep(ctx context.Context, s *agents.Sandbox, pod *corev1.Pod, name string) error {
 	node := s.Annotations[AnnotationNode]
+	if pod != nil && pod.Spec.NodeName != "" && pod.Spec.NodeName != node {
+		if slept, err := r.sleepAt(ctx, s, pod.Spec.NodeName, name); slept || err != nil && !errors.Is(err, spec.ErrNotFound) {
+			return err
+		}
+	}
+	_, err := r.sleepAt(ctx, s, node, name)
+	return err
+}
+
+// sleepAt is sleep at one node. A VM that is on another node than was thought is none of this node's.
+func (r *Sandboxes) sleepAt(ctx context.Context, s *agents.Sandbox, node, name string) (slept bool, err error) {
 	if node == "" {
-		return nil
+		return false, nil
 	}
 	o := spec.SleepOptions{Durable: r.Durable}
-	err := r.Fleet.call(ctx, node, r.callTime(), func(ctx context.Context, c *client.Client) error {
+	err = r.Fleet.call(ctx, node, s.Namespace, r.callTime(), func(ctx context.Context, c *client.Client) error {
 		_, err := c.Here().Sleep(ctx, name, o)
 		if ended := errors.Is(err, spec.ErrNotRunning) || errors.Is(err, spec.ErrCrashed); ended && !r.Durable {
 			return nil // it boots from its disk, here
@@ -302,19 +393,21 @@ func (r *Sandboxes) sleep(ctx context.Context, s *agents.Sandbox, name string) e
 	})
 	switch started := s.Annotations[AnnotationStarted] != ""; {
 	case started && errors.Is(err, spec.ErrNotFound):
-		return err
+		return false, err
 	case started && errors.Is(err, errNodeGone) && !r.Durable:
-		return fmt.Errorf("%w: %w", spec.ErrNotFound, err)
-	case err == nil, errors.Is(err, spec.ErrNotFound), errors.Is(err, spec.ErrElsewhere), errors.Is(err, errNodeGone):
-		return nil
+		return false, fmt.Errorf("%w: %w", spec.ErrNotFound, err)
+	case err == nil:
+		return true, nil
+	case errors.Is(err, spec.ErrNotFound), errors.Is(err, spec.ErrElsewhere), errors.Is(err, errNodeGone):
+		return false, nil
 	}
 	if r.Durable && errors.Is(err, errUnreachable) {
 		// Its session with the store's ledger ends, and then others may wake what was last published.
 		if ok, rerr := r.Fleet.ready(ctx, node); rerr == nil && !ok {
-			return nil
+			return false, nil
 		}
 	}
-	return halted(err)
+	return false, halted(err)
 }
 
 // halted makes a condition of a node's error.
@@ -336,12 +429,11 @@ func halted(err error) error {
 // camel makes the reason of a condition from an error's code.
 func camel(code string) string {
 	var b strings.Builder
-	for word := range strings.SplitSeq(code, "-") {
-		if word != "" {
-			b.WriteString(strings.ToUpper(word[:1]) + word[1:])
-		}
+	letter := func(c rune) bool { return c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' }
+	for word := range strings.FieldsFuncSeq(cut(code, 64), func(c rune) bool { return !letter(c) }) {
+		b.WriteString(strings.ToUpper(word[:1]) + word[1:])
 	}
-	return b.String()
+	return cmp.Or(b.String(), "NodeError") // the API server refuses a reason that is no word
 }
 
 // release lets go of a pod whose VM does not run. The pod is deleted first: if this ends in between, it is one that
@@ -373,7 +465,18 @@ func (r *Sandboxes) run(ctx context.Context, s *agents.Sandbox, pod *corev1.Pod,
 	if pod == nil {
 		return 0, r.reserve(ctx, s, req)
 	}
-	s.Status.LabelSelector = PodLabel + "=" + NodeLabelValue
+	was := pod.DeepCopy()
+	if describe(pod, s); !maps.Equal(was.Labels, pod.Labels) || !maps.Equal(was.Annotations, pod.Annotations) {
+		if err := r.Patch(ctx, pod, kube.MergeFrom(was)); err != nil {
+			return 0, kube.IgnoreNotFound(err)
+		}
+	}
+	scheduled(s, pod)
+	if at, awake := r.awake.LoadAndDelete(s.UID); awake && pod.Spec.NodeName != "" && at != pod.Spec.NodeName {
+		if _, err := r.sleepAt(ctx, s, at.(string), req.Spec.Name); err != nil && !errors.Is(err, spec.ErrNotFound) {
+			return 0, err
+		}
+	}
 	s.Status.NodeName = pod.Spec.NodeName
 	if pod.Spec.NodeName == "" {
 		message := "the pod has not been scheduled yet"
@@ -383,9 +486,12 @@ func (r *Sandboxes) run(ctx context.Context, s *agents.Sandbox, pod *corev1.Pod,
 			}
 		}
 		set(s, agents.ConditionReady, false, agents.ReasonNotReady, message)
+		if len(pod.Status.Conditions) == 0 && time.Since(pod.CreationTimestamp.Time) < freshTime {
+			return 0, errFresh
+		}
 		return 0, nil
 	}
-	if s.Annotations[AnnotationStarted] == string(pod.UID) && s.Annotations[AnnotationNode] == pod.Spec.NodeName && meta.IsStatusConditionTrue(s.Status.Conditions, agents.ConditionReady) {
+	if s.Annotations[AnnotationStarted] != "" && s.Annotations[AnnotationNode] == pod.Spec.NodeName && meta.IsStatusConditionTrue(s.Status.Conditions, agents.ConditionReady) {
 		if fine, err := r.look(ctx, s, req.Spec.Name); err != nil || fine {
 			return r.nextCheck(), err
 		}
@@ -397,6 +503,25 @@ func (r *Sandboxes) run(ctx context.Context, s *agents.Sandbox, pod *corev1.Pod,
 	return r.nextCheck(), nil
 }
 
+// scheduled says of a sandbox what its pod says.
+func scheduled(s *agents.Sandbox, pod *corev1.Pod) {
+	s.Status.LabelSelector = agents.NameHashLabel + "=" + agents.NameHash(s.Name)
+	is := metav1.Condition{
+		Type: agents.ConditionPodScheduled, Status: metav1.ConditionUnknown, Reason: "PodSchedulingUnknown",
+		Message: "the scheduler has not said anything of the pod yet", ObservedGeneration: s.Generation,
+	}
+	for _, c := range pod.Status.Conditions {
+		if c.Type == corev1.PodScheduled {
+			is.Status, is.Reason, is.Message = metav1.ConditionStatus(c.Status), c.Reason, c.Message
+			if is.Reason == "" && c.Status == corev1.ConditionTrue {
+				is.Reason = "PodScheduled"
+			}
+			is.Reason = cmp.Or(is.Reason, "PodSchedulingUnknown")
+		}
+	}
+	meta.SetStatusCondition(&s.Status.Conditions, is)
+}
+
 func (r *Sandboxes) nextCheck() time.Duration {
 	every := r.checkEvery()
 	return every - every/5 + rand.N(every*2/5+1)
@@ -405,7 +530,7 @@ func (r *Sandboxes) nextCheck() time.Duration {
 // look reports whether a VM that has been started still runs, or sleeps because it is idle.
 func (r *Sandboxes) look(ctx context.Context, s *agents.Sandbox, name string) (fine bool, err error) {
 	var row records.Sandbox
-	err = r.Fleet.call(ctx, s.Annotations[AnnotationNode], probeTime, func(ctx context.Context, c *client.Client) (err error) {
+	err = r.Fleet.call(ctx, s.Annotations[AnnotationNode], s.Namespace, probeTime, func(ctx context.Context, c *client.Client) (err error) {
 		row, err = c.Here().Get(ctx, name)
 		return err
 	})
@@ -424,9 +549,17 @@ func (r *Sandboxes) look(ctx context.Context, s *agents.Sandbox, name string) (f
 // reserve makes the pod.
 func (r *Sandboxes) reserve(ctx context.Context, s *agents.Sandbox, req records.Request) error {
 	s.Status.NodeName = ""
+	pod := r.reservation(s, req)
+	err := r.Create(ctx, pod)
+	if err == nil {
+		scheduled(s, pod)
+	} else {
+		meta.RemoveStatusCondition(&s.Status.Conditions, agents.ConditionPodScheduled)
+	}
 	set(s, agents.ConditionReady, false, agents.ReasonNotReady, "the pod has not been scheduled yet")
-	err := r.Create(ctx, r.reservation(s, req))
 	switch {
+	case err == nil:
+		return errFresh
 	case apierrors.IsAlreadyExists(err):
 		var p corev1.Pod
 		if err := r.Live.Get(ctx, kube.ObjectKeyFromObject(s), &p); err != nil {
@@ -454,7 +587,7 @@ func (r *Sandboxes) start(ctx context.Context, s *agents.Sandbox, pod *corev1.Po
 			}
 		}
 		// It has left there, or its node is given up. If not, it must sleep first.
-		if err := r.sleep(ctx, s, name); err != nil && !errors.Is(err, spec.ErrNotFound) {
+		if _, err := r.sleepAt(ctx, s, last, name); err != nil && !errors.Is(err, spec.ErrNotFound) {
 			return err
 		}
 		before := slices.DeleteFunc(append(nodesBefore(s), last), func(n string) bool { return n == node || n == "" })
@@ -468,7 +601,7 @@ func (r *Sandboxes) start(ctx context.Context, s *agents.Sandbox, pod *corev1.Po
 			return err
 		}
 	}
-	err := r.Fleet.call(ctx, node, r.callTime(), func(ctx context.Context, c *client.Client) error {
+	err := r.Fleet.call(ctx, node, s.Namespace, r.callTime(), func(ctx context.Context, c *client.Client) error {
 		c = c.Here()
 		if last != "" { // it may be there, here or in the store
 			if _, err := c.Start(ctx, name); made || !errors.Is(err, spec.ErrNotFound) {
@@ -487,7 +620,7 @@ func (r *Sandboxes) start(ctx context.Context, s *agents.Sandbox, pod *corev1.Po
 	if err != nil {
 		return halted(err)
 	}
-	if s.Annotations[AnnotationStarted] == string(pod.UID) {
+	if made {
 		return nil
 	}
 	return r.patch(ctx, s, func() { metav1.SetMetaDataAnnotation(&s.ObjectMeta, AnnotationStarted, string(pod.UID)) })
@@ -503,25 +636,37 @@ func nodesBefore(s *agents.Sandbox) (out []string) {
 	return out
 }
 
-// forget removes the VM and the pod of a sandbox: first where it is, then what other nodes still have of it.
-func (r *Sandboxes) forget(ctx context.Context, s *agents.Sandbox, pod *corev1.Pod, name string) error {
+// forget removes the VM and the pod of a sandbox: first where it is, then what other nodes still have of it. since is
+// when it was to be gone: what silent nodes have is left to the sweep then, so that nothing waits for ever.
+func (r *Sandboxes) forget(ctx context.Context, s *agents.Sandbox, pod *corev1.Pod, name string, since time.Time) error {
 	gone := func(ctx context.Context, c *client.Client) error {
 		_, err := c.Delete(ctx, name) // one that is not there is no error
 		return err
 	}
 	node := s.Annotations[AnnotationNode]
-	for _, at := range append([]string{node}, nodesBefore(s)...) {
+	nodes := append([]string{node}, nodesBefore(s)...)
+	if pod != nil && !slices.Contains(nodes, pod.Spec.NodeName) {
+		nodes = append(nodes, pod.Spec.NodeName)
+	}
+	for _, at := range nodes {
 		if at == "" {
 			continue
 		}
-		err := r.Fleet.call(ctx, at, r.callTime(), gone)
-		if errors.Is(err, errNodeGone) {
-			err = nil // with all that it had
-			if at == node && r.Durable {
+		err := r.Fleet.call(ctx, at, s.Namespace, r.callTime(), gone)
+		dead := errors.Is(err, errNodeGone)
+		if errors.Is(err, errUnreachable) {
+			ready, rerr := r.Fleet.ready(ctx, at)
+			dead = rerr == nil && !ready || time.Since(since) > patience
+		}
+		if dead {
+			if err = nil; at == node && r.Durable {
 				var other string
 				if other, err = r.Fleet.other(ctx, at); err == nil {
-					err = r.Fleet.call(ctx, other, r.callTime(), gone)
+					err = r.Fleet.call(ctx, other, s.Namespace, r.callTime(), gone)
 				}
+			}
+			if time.Since(since) > patience {
+				err = nil
 			}
 		}
 		if err != nil {
@@ -540,7 +685,7 @@ func (r *Sandboxes) remove(ctx context.Context, s *agents.Sandbox, pod *corev1.P
 		s.UID = ""
 		return nil
 	}
-	if err := r.forget(ctx, s, pod, name); err != nil {
+	if err := r.forget(ctx, s, pod, name, s.DeletionTimestamp.Time); err != nil {
 		return err
 	}
 	err := r.patch(ctx, s, func() { controllerutil.RemoveFinalizer(s, Finalizer) })
@@ -554,7 +699,7 @@ func (r *Sandboxes) remove(ctx context.Context, s *agents.Sandbox, pod *corev1.P
 // expire ends a sandbox whose shutdownTime has come.
 func (r *Sandboxes) expire(ctx context.Context, s *agents.Sandbox, pod *corev1.Pod, name string) error {
 	if c := meta.FindStatusCondition(s.Status.Conditions, agents.ConditionReady); c == nil || c.Reason != agents.ReasonExpired || pod != nil || s.Annotations[AnnotationNode] != "" {
-		if err := r.forget(ctx, s, pod, name); err != nil {
+		if err := r.forget(ctx, s, pod, name, s.Spec.ShutdownTime.Time); err != nil {
 			return err
 		}
 		if s.Annotations[AnnotationNode] != "" {
@@ -568,6 +713,7 @@ func (r *Sandboxes) expire(ctx context.Context, s *agents.Sandbox, pod *corev1.P
 		}
 	}
 	s.Status.NodeName, s.Status.LabelSelector = "", ""
+	meta.RemoveStatusCondition(&s.Status.Conditions, agents.ConditionPodScheduled)
 	set(s, agents.ConditionReady, false, agents.ReasonExpired, "its shutdownTime has come")
 	if s.Spec.ShutdownPolicy == agents.Delete {
 		return kube.IgnoreNotFound(r.Delete(ctx, s, kube.Preconditions{UID: ptr.To(s.UID)}))

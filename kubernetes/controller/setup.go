@@ -13,8 +13,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	kube "sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/drowse-vm/drowse/kubernetes/agents"
 )
@@ -51,8 +54,13 @@ func Setup(ctx context.Context, m ctrl.Manager, f *Fleet, o Options) error {
 		}
 	}
 	c := m.GetClient()
+	again := make(chan event.GenericEvent)
+	r := &Sandboxes{Client: c, Live: m.GetAPIReader(), Fleet: f, Events: m.GetEventRecorder("drowse"), Options: o}
 	if err := ctrl.NewControllerManagedBy(m).Named("sandbox").For(&agents.Sandbox{}).Owns(&corev1.Pod{}).WithOptions(options()).
-		Complete(&Sandboxes{Client: c, Live: m.GetAPIReader(), Fleet: f, Options: o}); err != nil {
+		WatchesRawSource(source.Channel(again, &handler.EnqueueRequestForObject{})).Complete(r); err != nil {
+		return err
+	}
+	if err := m.Add(manager.RunnableFunc(func(ctx context.Context) error { return r.sweep(ctx, again) })); err != nil {
 		return err
 	}
 	if err := ctrl.NewControllerManagedBy(m).Named("pool").For(&agents.SandboxWarmPool{}).Owns(&agents.Sandbox{}).WithOptions(options()).
@@ -62,7 +70,7 @@ func Setup(ctx context.Context, m ctrl.Manager, f *Fleet, o Options) error {
 	return ctrl.NewControllerManagedBy(m).Named("claim").For(&agents.SandboxClaim{}).Owns(&agents.Sandbox{}).WithOptions(options()).
 		Watches(&agents.SandboxWarmPool{}, handler.EnqueueRequestsFromMapFunc(claimsOf(c))).
 		Watches(&agents.SandboxTemplate{}, handler.EnqueueRequestsFromMapFunc(claimsOf(c))).
-		Complete(&Claims{Client: c, Live: m.GetAPIReader()})
+		Complete(&Claims{Client: c, Live: m.GetAPIReader(), Events: r.Events})
 }
 
 // poolsOf returns the pools of a template.
@@ -81,7 +89,8 @@ func poolsOf(c kube.Reader) handler.MapFunc {
 	}
 }
 
-// claimsOf returns the claims that wait for a pool or a template: those that have no sandbox yet.
+// claimsOf returns the claims that a template says something of, or that wait for a pool: those that have no sandbox
+// yet.
 func claimsOf(c kube.Reader) handler.MapFunc {
 	return func(ctx context.Context, o kube.Object) (out []reconcile.Request) {
 		var all agents.SandboxClaimList
@@ -90,7 +99,7 @@ func claimsOf(c kube.Reader) handler.MapFunc {
 		}
 		for _, claim := range all.Items {
 			_, template := o.(*agents.SandboxTemplate)
-			if claim.Status.Sandbox.Name == "" && (template || claim.Spec.WarmPoolRef.Name == o.GetName()) {
+			if template || claim.Status.Sandbox.Name == "" && claim.Spec.WarmPoolRef.Name == o.GetName() {
 				out = append(out, reconcile.Request{NamespacedName: kube.ObjectKeyFromObject(&claim)})
 			}
 		}

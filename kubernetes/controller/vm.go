@@ -3,6 +3,7 @@ package controller
 import (
 	"errors"
 	"fmt"
+	"net/netip"
 	"reflect"
 	"slices"
 	"strings"
@@ -11,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 
 	"github.com/drowse-vm/drowse/kubernetes/agents"
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -32,7 +34,7 @@ const (
 	// AnnotationBefore of a Sandbox are other nodes that have had its VM, with commas between them. They keep a copy of
 	// what was published.
 	AnnotationBefore = prefix + "nodes-before"
-	// AnnotationStarted of a Sandbox is the UID of the pod that its VM was last started for.
+	// AnnotationStarted of a Sandbox is the UID of the pod that its VM was first started for.
 	AnnotationStarted = prefix + "started"
 	// AnnotationTemplate of a pool's Sandbox is a digest of what it was made from.
 	AnnotationTemplate = prefix + "template"
@@ -59,9 +61,18 @@ func is(b *agents.Blueprint) bool {
 	return c != nil && *c == Class
 }
 
+const (
+	namePrefix    = "k8s-"
+	ownerPrefix   = "k8s/"
+	purposePrefix = "Sandbox "
+)
+
+// tag returns the tag of all VMs of this cluster: nodes may have those of others, and of users.
+func (o *Options) tag() string { return "kubernetes:" + o.ClusterID }
+
 // nameOf returns the name of a sandbox's VM. UIDs are unique among all objects at all times.
 func nameOf(s *agents.Sandbox) (string, error) {
-	name := "k8s-" + string(s.UID)
+	name := namePrefix + string(s.UID)
 	if !spec.ValidName(name) {
 		return "", fmt.Errorf("%w a UID like %q", errUnsupported, s.UID)
 	}
@@ -98,7 +109,7 @@ func check(b *agents.Blueprint) error {
 }
 
 // request returns what to ask a node for.
-func request(s *agents.Sandbox) (r records.Request, err error) {
+func (o *Options) request(s *agents.Sandbox) (r records.Request, err error) {
 	name, err := nameOf(s)
 	if err == nil {
 		err = check(&s.Spec.Blueprint)
@@ -121,6 +132,9 @@ func request(s *agents.Sandbox) (r records.Request, err error) {
 		if !reflect.DeepEqual(want, r.Spec) {
 			return r, fmt.Errorf("%w the annotation %s: it may have network, ipv6, policy, disk_mib, disk_quota_mib, hooks, idle and services", errUnsupported, AnnotationSpec)
 		}
+		if err := o.checkPolicy(want.Policy); err != nil {
+			return r, fmt.Errorf("%w the policy in the annotation %s: %w", errUnsupported, AnnotationSpec, err)
+		}
 	}
 	c := &t.Spec.Containers[0]
 	r.Spec.Name, r.Spec.Image = name, c.Image
@@ -140,11 +154,36 @@ func request(s *agents.Sandbox) (r records.Request, err error) {
 	} else if len(c.Env) > 0 {
 		return r, fmt.Errorf("%w env without command or args", errUnsupported)
 	}
-	r.Metadata = spec.Metadata{Owner: "k8s/" + s.Namespace, Purpose: "Sandbox " + s.Namespace + "/" + s.Name}
+	r.Metadata = spec.Metadata{Owner: ownerPrefix + s.Namespace, Purpose: purposePrefix + s.Namespace + "/" + s.Name, Tags: []string{o.tag()}}
 	if _, err := r.Spec.WithDefaults(); err != nil {
 		return r, fmt.Errorf("%w such a VM: %w", errUnsupported, err)
 	}
 	return r, nil
+}
+
+// checkPolicy returns an error for what would open to a tenant what belongs to the node or to other tenants. A pod that
+// does so needs a hostPort, or meets NetworkPolicies, which do not see a VM's packets: they leave with the node's
+// address.
+func (o *Options) checkPolicy(p *netpolicy.Policy) error {
+	if p == nil {
+		return nil
+	}
+	if len(p.Publish) > 0 {
+		return errors.New("publish would take addresses and ports of the node: use the gateway")
+	}
+	if p.DNS != nil && slices.ContainsFunc(p.DNS.Upstreams, func(a netip.AddrPort) bool { return a.Port() != 53 }) {
+		return errors.New("dns.upstreams have port 53")
+	}
+	for i, r := range p.Rules {
+		if o.AllowPrivate || r.Direction != netpolicy.Egress || r.Verdict != netpolicy.Allow {
+			continue
+		}
+		if slices.ContainsFunc(r.Groups, func(g netpolicy.Group) bool { return g != netpolicy.Any && g != netpolicy.Public }) ||
+			slices.ContainsFunc(r.CIDRs, func(c netpolicy.CIDR) bool { return netpolicy.AllPrivate(c.Prefix) }) {
+			return fmt.Errorf("rules[%d] opens private addresses or the node: the controller's --allow-private permits that", i)
+		}
+	}
+	return nil
 }
 
 // restarts are what a pod's restartPolicy is for a service.

@@ -193,7 +193,7 @@ func (w *world) join(m *machine, o *api.Options) (leave func()) {
 func (w *world) fleet() *controller.Fleet {
 	tr := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, MaxIdleConnsPerHost: 16}
 	w.t.Cleanup(tr.CloseIdleConnections)
-	return &controller.Fleet{Port: w.port, HTTP: &http.Client{Transport: tr}, Token: func() (string, error) { return w.token, nil }}
+	return &controller.Fleet{Port: w.port, HTTP: &http.Client{Transport: tr}, Token: func(string) (string, error) { return w.token, nil }}
 }
 
 // phases returns the machines that have a VM, and what it does there.
