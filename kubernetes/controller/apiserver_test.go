@@ -112,7 +112,7 @@ func (a *apiserver) runWith(f *controller.Fleet) (stop func()) {
 	})
 	must(a.t, err)
 	ctx, cancel := context.WithCancel(context.Background())
-	must(a.t, controller.Setup(ctx, m, f, controller.Options{Durable: a.store != nil, PauseImage: "pause", CheckEvery: 5 * time.Second}))
+	must(a.t, controller.Setup(ctx, m, f, controller.Options{ClusterID: "test", Durable: a.store != nil, PauseImage: "pause", CheckEvery: 5 * time.Second}))
 	done := make(chan error, 1)
 	go func() { done <- m.Start(ctx) }()
 	stop = sync.OnceFunc(func() {
