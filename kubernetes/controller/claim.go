@@ -62,6 +62,9 @@ func (r *Claims) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 			claimReady(c, metav1.ConditionFalse, halt.reason, halt.message)
 		}
 	}
+	if err == nil && halt == nil && was.Status.Sandbox.Name == "" && fresh(c) && claimReason(c) == agents.ReasonNotReady {
+		return ctrl.Result{RequeueAfter: soon}, nil // mostly its sandbox is ready before that
+	}
 	if now := claimReason(c); r.Events != nil && now == agents.ReasonClaimExpired && claimReason(was) != now {
 		r.Events.Eventf(c, nil, corev1.EventTypeNormal, now, "Reconcile", "the claim's time has come")
 	}
@@ -172,7 +175,7 @@ func (r *Claims) step(ctx context.Context, c *agents.SandboxClaim) (time.Duratio
 	}
 	c.Status.Sandbox.Name = s.Name
 	ready := meta.FindStatusCondition(s.Status.Conditions, agents.ConditionReady)
-	if ready == nil || ready.ObservedGeneration != s.Generation {
+	if ready == nil || ready.ObservedGeneration != s.Generation || ready.Reason == agents.ReasonSuspended && s.Spec.OperatingMode == agents.Running {
 		ready = &metav1.Condition{Status: metav1.ConditionFalse, Reason: agents.ReasonNotReady, Message: "the sandbox is coming up"}
 	}
 	claimReady(c, ready.Status, ready.Reason, ready.Message)

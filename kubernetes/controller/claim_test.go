@@ -1,6 +1,7 @@
 package controller_test
 
 import (
+	"context"
 	"fmt"
 	"slices"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"k8s.io/utils/ptr"
 	ctrl "sigs.k8s.io/controller-runtime"
 	kube "sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/drowse-vm/drowse/kubernetes/agents"
 	"github.com/drowse-vm/drowse/kubernetes/controller"
@@ -153,6 +155,47 @@ func TestClaim_takes_a_warm_sandbox_or_has_one_made(t *testing.T) {
 	}
 	if n := d.nodes["a"].creations.Load(); n != 3 {
 		t.Errorf("%d VMs were made", n)
+	}
+}
+
+// Each request is time that a claim waits, and room that others have not.
+func TestClaim_of_a_warm_sandbox_takes_five_requests(t *testing.T) {
+	d := newDesk(t, newWorld(t, true, "a"))
+	d.pool(1, nil)
+	s := d.list()[0]
+	var asked []string
+	note := func(what string, o kube.Object) { asked = append(asked, fmt.Sprintf("%s %T", what, o)) }
+	c := interceptor.NewClient(d.Client.(kube.WithWatch), interceptor.Funcs{
+		Create: func(ctx context.Context, c kube.WithWatch, o kube.Object, opts ...kube.CreateOption) error {
+			note("create", o)
+			o.SetCreationTimestamp(metav1.Now()) // as an API server does
+			return c.Create(ctx, o, opts...)
+		},
+		Patch: func(ctx context.Context, c kube.WithWatch, o kube.Object, p kube.Patch, opts ...kube.PatchOption) error {
+			note("patch", o)
+			return c.Patch(ctx, o, p, opts...)
+		},
+		SubResourcePatch: func(ctx context.Context, c kube.Client, sub string, o kube.Object, p kube.Patch, opts ...kube.SubResourcePatchOption) error {
+			note(sub, o)
+			return c.SubResource(sub).Patch(ctx, o, p, opts...)
+		},
+	})
+	d.s.Client, d.claims.Client = c, c
+	must(t, d.Create(t.Context(), &agents.SandboxClaim{
+		ObjectMeta: metav1.ObjectMeta{Name: "c", Namespace: namespace, CreationTimestamp: metav1.Now()}, Spec: agents.ClaimSpec{WarmPoolRef: agents.Ref{Name: "p"}},
+	}))
+	d.settleClaim("c")
+	d.settleClaim("c")
+	d.reconcile(s.Name)
+	d.reconcile(s.Name) // the pod has come
+	d.bind(s.Name, "a")
+	d.reconcile(s.Name)
+	if c := d.settleClaim("c"); !isTrue(c.Status.Conditions, agents.ConditionReady) || c.Status.Sandbox.Name != s.Name {
+		t.Errorf("%+v", c.Status)
+	}
+	want := []string{"patch *agents.SandboxClaim", "patch *agents.Sandbox", "create *v1.Pod", "status *agents.Sandbox", "status *agents.SandboxClaim"}
+	if !slices.Equal(asked, want) {
+		t.Errorf("asked for %s", strings.Join(asked, ", "))
 	}
 }
 

@@ -142,8 +142,14 @@ func (r *Sandboxes) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resul
 // not ready waits for it is not worth a request.
 var errFresh = errors.New("the pod was made just now")
 
-// freshTime is for how long a pod is that, by the API server's clock.
+// freshTime is for how long an object is fresh.
 const freshTime = 2 * time.Second
+
+// fresh reports whether an object was made just now, if the API server's clock and this one agree.
+func fresh(o kube.Object) bool {
+	age := time.Since(o.GetCreationTimestamp().Time)
+	return age > -freshTime && age < freshTime
+}
 
 func reasonOf(s *agents.Sandbox) string {
 	if c := meta.FindStatusCondition(s.Status.Conditions, agents.ConditionReady); c != nil {
@@ -486,7 +492,7 @@ func (r *Sandboxes) run(ctx context.Context, s *agents.Sandbox, pod *corev1.Pod,
 			}
 		}
 		set(s, agents.ConditionReady, false, agents.ReasonNotReady, message)
-		if len(pod.Status.Conditions) == 0 && time.Since(pod.CreationTimestamp.Time) < freshTime {
+		if len(pod.Status.Conditions) == 0 && fresh(pod) {
 			return 0, errFresh
 		}
 		return 0, nil
