@@ -7,13 +7,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -47,7 +50,72 @@ import (
 type apiserver struct {
 	*world
 	kube.WithWatch
-	cfg *rest.Config
+	cfg      *rest.Config
+	through  *line         // how controllers reach it; nil is directly
+	callTime time.Duration // Options.CallTime
+}
+
+// line is a connection to the API server that can be cut.
+type line struct {
+	net.Listener
+	mu    sync.Mutex // guards conns
+	conns map[net.Conn]bool
+	off   atomic.Bool
+}
+
+func (a *apiserver) line() *line {
+	a.t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	must(a.t, err)
+	w := &line{Listener: l, conns: map[net.Conn]bool{}}
+	to := strings.TrimPrefix(a.cfg.Host, "https://")
+	var all sync.WaitGroup
+	all.Go(func() {
+		for {
+			in, err := l.Accept()
+			if err != nil {
+				return
+			}
+			out, err := net.Dial("tcp", to)
+			if err != nil || w.off.Load() {
+				in.Close()
+				if out != nil {
+					out.Close()
+				}
+				continue
+			}
+			w.mu.Lock()
+			w.conns[in], w.conns[out] = true, true
+			w.mu.Unlock()
+			copied := func(a, b net.Conn) {
+				_, _ = io.Copy(a, b)
+				a.Close()
+				b.Close()
+				w.mu.Lock()
+				delete(w.conns, a)
+				w.mu.Unlock()
+			}
+			all.Go(func() { copied(in, out) })
+			all.Go(func() { copied(out, in) })
+		}
+	})
+	a.t.Cleanup(func() {
+		l.Close()
+		w.cut(0)
+		all.Wait()
+	})
+	return w
+}
+
+// cut ends all connections, and lets no other through for a time.
+func (w *line) cut(t time.Duration) {
+	w.off.Store(true)
+	w.mu.Lock()
+	for c := range w.conns {
+		c.Close()
+	}
+	w.mu.Unlock()
+	time.AfterFunc(t, func() { w.off.Store(false) })
 }
 
 func start(t *testing.T, w *world) *apiserver {
@@ -63,7 +131,7 @@ func start(t *testing.T, w *world) *apiserver {
 	must(t, err)
 	c, err := kube.NewWithWatch(cfg, kube.Options{Scheme: scheme})
 	must(t, err)
-	a := &apiserver{w, c, cfg}
+	a := &apiserver{world: w, WithWatch: c, cfg: cfg}
 	for _, m := range w.nodes {
 		n := nodeObject(m)
 		must(t, a.Create(t.Context(), n))
@@ -106,13 +174,16 @@ func (a *apiserver) runWith(f *controller.Fleet) (stop func()) {
 	must(a.t, err)
 	cfg := rest.CopyConfig(a.cfg)
 	cfg.Impersonate.UserName = "system:serviceaccount:" + system + ":drowse-controller"
+	if a.through != nil {
+		cfg.Host = "https://" + a.through.Addr().String()
+	}
 	m, err := ctrl.NewManager(cfg, ctrl.Options{
 		Scheme: scheme, Cache: controller.Cache(), Metrics: server.Options{BindAddress: "0"}, HealthProbeBindAddress: "0",
 		Controller: config.Controller{SkipNameValidation: ptr.To(true)}, GracefulShutdownTimeout: ptr.To(time.Minute),
 	})
 	must(a.t, err)
 	ctx, cancel := context.WithCancel(context.Background())
-	must(a.t, controller.Setup(ctx, m, f, controller.Options{ClusterID: "test", Durable: a.store != nil, PauseImage: "pause", CheckEvery: 5 * time.Second}))
+	must(a.t, controller.Setup(ctx, m, f, controller.Options{ClusterID: "test", Durable: a.store != nil, PauseImage: "pause", CheckEvery: 5 * time.Second, CallTime: a.callTime}))
 	done := make(chan error, 1)
 	go func() { done <- m.Start(ctx) }()
 	stop = sync.OnceFunc(func() {
@@ -557,9 +628,12 @@ func TestKubernetes_has_many_sandboxes(t *testing.T) {
 	a.gone()
 }
 
-// The controllers end at random moments, with requests under way, while objects come, change and go.
+// The controllers end at random moments, with requests under way, while objects come, change and go. The API server is
+// out of reach at times, and so are nodes.
 func TestKubernetes_controller_that_is_killed_leaves_nothing_undone_or_doubled(t *testing.T) {
 	a := start(t, newWorld(t, true, "a", "b", "c"))
+	a.through, a.callTime = a.line(), 10*time.Second
+	cuts, silences := 0, 0
 	rng := rand.New(rand.NewPCG(1, 2))
 	stop := a.run()
 	a.pool("warm", 4)
@@ -570,7 +644,7 @@ func TestKubernetes_controller_that_is_killed_leaves_nothing_undone_or_doubled(t
 	claims := 0
 	for range kills {
 		for range 3 {
-			switch i := rng.IntN(n); rng.IntN(6) {
+			switch i := rng.IntN(n); rng.IntN(8) {
 			case 0, 1:
 				if a.sandbox(fmt.Sprint("s", i)) != nil {
 					a.mode(fmt.Sprint("s", i), agents.Suspended)
@@ -590,6 +664,14 @@ func TestKubernetes_controller_that_is_killed_leaves_nothing_undone_or_doubled(t
 			case 4:
 				a.claim(fmt.Sprint("c", claims), "warm")
 				claims++
+			case 6:
+				cuts++
+				a.through.cut(time.Duration(rng.IntN(500)) * time.Millisecond)
+			case 7:
+				silences++
+				m := a.nodes[[]string{"a", "b", "c"}[rng.IntN(3)]]
+				m.silent.Store(true)
+				time.AfterFunc(time.Duration(rng.IntN(1500))*time.Millisecond, func() { m.silent.Store(false) })
 			case 5:
 				var pods corev1.PodList
 				must(t, a.List(t.Context(), &pods))
@@ -627,6 +709,7 @@ func TestKubernetes_controller_that_is_killed_leaves_nothing_undone_or_doubled(t
 	if owned != claims || len(all.Items) != claims {
 		t.Errorf("%d claims have %d sandboxes", claims, owned)
 	}
+	t.Logf("the API server was cut off %d times, nodes were silent %d times", cuts, silences)
 	t.Logf("%d controllers were killed; there are %d sandboxes, %d claims", kills, len(a.all()), claims)
 	var errs []error
 	for i := range n {
