@@ -439,6 +439,27 @@ func TestSandbox_that_has_crashed_is_started_again(t *testing.T) {
 	d.on(s, map[string]state.Phase{"a": state.Running})
 }
 
+func TestSandbox_that_sleeps_wakes_again_unless_it_is_idle(t *testing.T) {
+	d := newDesk(t, newWorld(t, false, "a"))
+	idle := sandboxObject("idle")
+	idle.Spec.PodTemplate.Annotations = map[string]string{controller.AnnotationSpec: `{"idle":{"sleep_seconds":600}}`}
+	must(t, d.Create(t.Context(), idle))
+	d.reconcile("idle")
+	d.bind("idle", "a")
+	d.reconcile("idle")
+	d.running("box", "a")
+	for name, want := range map[string]state.Phase{"box": state.Running, "idle": state.Asleep} {
+		s := d.sandbox(name)
+		b, err := d.nodes["a"].host.Get(vmName(s))
+		must(t, err)
+		_, err = b.Sleep(t.Context(), sandbox.SleepOptions{}) // as serve --on-exit sleep does
+		must(t, err)
+		d.reconcile(name)
+		d.on(s, map[string]state.Phase{"a": want})
+		d.ready(name, agents.ReasonReady)
+	}
+}
+
 func TestSandbox_expires_at_its_shutdownTime(t *testing.T) {
 	for _, policy := range []string{agents.Retain, agents.Delete} {
 		t.Run(policy, func(t *testing.T) {

@@ -346,8 +346,11 @@ func (r *Sandboxes) suspend(ctx context.Context, s *agents.Sandbox, pod *corev1.
 	}
 	s.Status.NodeName = ""
 	meta.RemoveStatusCondition(&s.Status.Conditions, agents.ConditionPodScheduled)
-	switch err := r.Live.Get(ctx, kube.ObjectKeyFromObject(s), &metav1.PartialObjectMetadata{TypeMeta: podType}); {
-	case err == nil: // the cache has reservations only
+	there := &metav1.PartialObjectMetadata{TypeMeta: podType} // the cache has reservations only
+	switch err := r.Live.Get(ctx, kube.ObjectKeyFromObject(s), there); {
+	case err == nil && metav1.IsControlledBy(there, s): // and not all of them yet
+		return &stop{agents.ReasonSuspended, "the sandbox is being suspended", soon}
+	case err == nil:
 		set(s, agents.ConditionReady, false, agents.ReasonSuspended, "the sandbox is being suspended")
 		set(s, agents.ConditionSuspended, false, agents.ReasonPodNotOwned, fmt.Sprintf("the VM sleeps, and there is a pod %s that is not this sandbox's: remove it", s.Name))
 		return &stop{agents.ReasonSuspended, "the sandbox is being suspended", later}
@@ -549,7 +552,8 @@ func (r *Sandboxes) look(ctx context.Context, s *agents.Sandbox, name string) (f
 	if err != nil {
 		return false, halted(err)
 	}
-	return row.Status.Live() || row.Status == records.Asleep, nil
+	// One that sleeps for another reason than that it is idle, as with its node's server, is to run.
+	return row.Status.Live() || row.Status == records.Asleep && row.IdleSeconds > 0, nil
 }
 
 // reserve makes the pod.
