@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/kubernetes/controller"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
+	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -165,9 +166,21 @@ func TestSuspended_sandbox_that_traffic_wakes_sleeps_again(t *testing.T) {
 	d.change("box", func(s *agents.Sandbox) { s.Spec.OperatingMode = agents.Suspended })
 	d.reconcile("box")
 	d.reconcile("box")
+	at := func(node string) *client.Client {
+		return client.New(fmt.Sprintf("https://%s:%d", d.nodes[node].address, d.port), d.token, d.s.Fleet.HTTP)
+	}
+	eventually(t, "the other node lists it, unless asked for its own", func() bool {
+		all, err := at("b").List(t.Context(), records.Filter{})
+		must(t, err)
+		own, err := at("b").Here().List(t.Context(), records.Filter{})
+		must(t, err)
+		if len(own.Sandboxes) > 0 {
+			t.Fatalf("%+v", own.Sandboxes)
+		}
+		return len(all.Sandboxes) == 1
+	})
 	for _, node := range []string{"a", "b"} { // any node's gateway may be asked
-		c := client.New(fmt.Sprintf("https://%s:%d", d.nodes[node].address, d.port), d.token, d.s.Fleet.HTTP)
-		_, err := c.Here().Start(t.Context(), vmName(s))
+		_, err := at(node).Here().Start(t.Context(), vmName(s))
 		must(t, err)
 		if on := d.awake(vmName(s)); len(on) != 1 {
 			t.Fatalf("awake on %v", on)

@@ -36,15 +36,18 @@ func (r *Sandboxes) Sweep(ctx context.Context, all bool, wake func(*agents.Sandb
 		return err
 	}
 	var errs []error
+	shared := all && r.Durable // what sleeps in the store alone is in the list of any node
 	for _, n := range nodes.Items {
-		if err := r.sweepNode(ctx, n.Name, all, wake); err != nil && !errors.Is(err, errUnreachable) && !errors.Is(err, errBusy) && !errors.Is(err, errNodeGone) {
+		err := r.sweepNode(ctx, n.Name, all, shared, wake)
+		shared = shared && err != nil
+		if err != nil && !errors.Is(err, errUnreachable) && !errors.Is(err, errBusy) && !errors.Is(err, errNodeGone) {
 			errs = append(errs, err)
 		}
 	}
 	return errors.Join(errs...)
 }
 
-func (r *Sandboxes) sweepNode(ctx context.Context, node string, all bool, wake func(*agents.Sandbox)) error {
+func (r *Sandboxes) sweepNode(ctx context.Context, node string, all, shared bool, wake func(*agents.Sandbox)) error {
 	f := records.Filter{Tags: []string{r.tag()}, Limit: records.MaxPage}
 	if !all {
 		f.Statuses = []records.Status{records.Creating, records.Running, records.Waiting}
@@ -55,7 +58,14 @@ func (r *Sandboxes) sweepNode(ctx context.Context, node string, all bool, wake f
 	}
 	for swept := 0; swept < maxSwept; {
 		var l records.List
-		if err := ask(func(ctx context.Context, c *client.Client) (err error) { l, err = c.List(ctx, f); return err }); err != nil {
+		list := func(ctx context.Context, c *client.Client) (err error) {
+			if !shared {
+				c = c.Here()
+			}
+			l, err = c.List(ctx, f)
+			return err
+		}
+		if err := ask(list); err != nil {
 			return err
 		}
 		for i := range l.Sandboxes {

@@ -519,7 +519,13 @@ func list(ctx context.Context, f *fleet.Fleet, r *request) (wire.List, error) {
 	if err != nil {
 		return wire.List{}, err
 	}
-	l, others, err := f.ListAll(ctx, filter)
+	var l records.List
+	var others []string
+	if r.Header.Get(wire.HeaderHere) != "" {
+		l, err = f.List(ctx, filter)
+	} else {
+		l, others, err = f.ListAll(ctx, filter)
+	}
 	if l.Sandboxes == nil {
 		l.Sandboxes = []records.Sandbox{}
 	}

@@ -34,7 +34,8 @@ type Client struct {
 	http  *http.Client
 }
 
-// Here returns the client whose requests the server does not pass on to other hosts of its cluster.
+// Here returns the client whose requests the server does not pass on to other hosts of its cluster. Its lists have that
+// host's sandboxes alone.
 func (c *Client) Here() *Client {
 	with := *c
 	with.here = true

@@ -6,7 +6,8 @@ import "encoding/json"
 // the number of a stream, the rest is what was written there. A text message is a Control. docs/reference/http-api.md
 // describes both for clients.
 
-// HeaderHere has a server do what is asked itself, or refuse it, and not pass it on to another host of its cluster.
+// HeaderHere has a server do what is asked itself, or refuse it, and not pass it on to another host of its cluster. A
+// list has its own sandboxes then.
 const HeaderHere = "Drowse-Here"
 
 // Subprotocols of WebSockets. A client offers StreamProtocol. One that cannot set a header, such as a page, also
