@@ -68,7 +68,7 @@ func (a *apiserver) line() *line {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	must(a.t, err)
 	w := &line{Listener: l, conns: map[net.Conn]bool{}}
-	to := strings.TrimPrefix(a.cfg.Host, "https://")
+	to := strings.Trim(strings.TrimPrefix(a.cfg.Host, "https://"), "/")
 	var all sync.WaitGroup
 	all.Go(func() {
 		for {
@@ -177,15 +177,33 @@ func (a *apiserver) runWith(f *controller.Fleet) (stop func()) {
 	if a.through != nil {
 		cfg.Host = "https://" + a.through.Addr().String()
 	}
-	m, err := ctrl.NewManager(cfg, ctrl.Options{
-		Scheme: scheme, Cache: controller.Cache(), Metrics: server.Options{BindAddress: "0"}, HealthProbeBindAddress: "0",
-		Controller: config.Controller{SkipNameValidation: ptr.To(true)}, GracefulShutdownTimeout: ptr.To(time.Minute),
-	})
-	must(a.t, err)
 	ctx, cancel := context.WithCancel(context.Background())
-	must(a.t, controller.Setup(ctx, m, f, controller.Options{ClusterID: "test", Durable: a.store != nil, PauseImage: "pause", CheckEvery: 5 * time.Second, CallTime: a.callTime}))
+	o := controller.Options{ClusterID: "test", Durable: a.store != nil, PauseImage: "pause", CheckEvery: 5 * time.Second, CallTime: a.callTime}
+	program := func() error {
+		m, err := ctrl.NewManager(cfg, ctrl.Options{
+			Scheme: scheme, Cache: controller.Cache(), Metrics: server.Options{BindAddress: "0"}, HealthProbeBindAddress: "0",
+			Controller: config.Controller{SkipNameValidation: ptr.To(true)}, GracefulShutdownTimeout: ptr.To(time.Minute),
+		})
+		if err == nil {
+			err = controller.Setup(ctx, m, f, o)
+		}
+		if err == nil {
+			err = m.Start(ctx)
+		}
+		return err
+	}
 	done := make(chan error, 1)
-	go func() { done <- m.Start(ctx) }()
+	go func() {
+		err := program()
+		for a.through != nil && ctx.Err() == nil { // a Deployment starts it again
+			time.Sleep(100 * time.Millisecond)
+			err = program()
+		}
+		if a.through != nil {
+			err = nil
+		}
+		done <- err
+	}()
 	stop = sync.OnceFunc(func() {
 		cancel() // requests that are under way end, wherever they are
 		if err := <-done; err != nil {
