@@ -107,7 +107,7 @@ can, but the server can give back what was there before.`,
 			}),
 		}, "images instead of snapshots: snapshots of them can then be pulled only where the image is"),
 		&cobra.Command{
-			Use: "sweep", Short: "Remove what pushes have left that were cut more than a day ago", Args: cobra.NoArgs,
+			Use: "sweep", Short: "Remove what is left of pushes that were interrupted more than a day ago", Args: cobra.NoArgs,
 			RunE: opened(func(cmd *cobra.Command, _ []string, ar *archive.Archive) error {
 				swept, err := ar.Sweep(cmd.Context())
 				return a.answer(swept, err, func(w io.Writer) {

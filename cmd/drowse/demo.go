@@ -83,7 +83,7 @@ func (a *app) demoCommand() *cobra.Command {
 	f.StringVar(&spec.Image, "image", "debian-python", "image of the guest; it needs python3")
 	f.StringVar(&spec.Kernel, "kernel", "", "kernel of the guest, as for run")
 	f.IntVar(&spec.VCPUs, "vcpus", 0, "number of CPUs")
-	f.IntVar(&spec.MemoryMiB, "memory", 0, "RAM in MiB")
+	f.VarP((*mebibytes)(&spec.MemoryMiB), "memory", "m", "RAM, such as 1g; a number alone is MiB")
 	return cmd
 }
 

@@ -219,5 +219,8 @@ sandbox lets in only requests with its token. Each flag replaces what it names; 
 	fl.BoolVar(&g.IdleStreams, "idle-streams", false, "let the sandbox sleep although connections are open, if they are quiet")
 	fl.BoolVar(&show, "token", false, "print the sandbox's token")
 	fl.BoolVar(&renew, "new-token", false, "print a new token; the old one is invalid from then on")
+	for _, ports := range []string{"public", "guest-tls"} {
+		fl.Lookup(ports).DefValue = "" // "[]" tells nobody anything
+	}
 	return cmd
 }

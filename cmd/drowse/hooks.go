@@ -8,7 +8,7 @@ import (
 
 // hooksFlag adds the flag of commands that first run hooks in the guest.
 func hooksFlag(cmd *cobra.Command, hooks *string) {
-	cmd.Flags().StringVar(hooks, "hooks", "", "failures of hooks in the guest, and on the host before a sleep: require success, ignore failures, or skip hooks (default: as the VM was created)")
+	cmd.Flags().StringVar(hooks, "hooks", "", "hooks in the guest, and on the host before a sleep: require them to succeed, ignore their failures, or skip them (default: as the VM was created)")
 }
 
 // warnHooks logs each hook in the guest that failed.

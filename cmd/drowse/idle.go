@@ -12,7 +12,7 @@ import (
 // idleFlags adds the flags for when a VM goes to sleep by itself. def describes the default.
 func idleFlags(cmd *cobra.Command, idle *spec.Idle, def string) {
 	cmd.Flags().Var((*wholeSeconds)(&idle.SleepSeconds), "sleep-after", "sleep after this time without use, such as 15s or 10m; 0 is never (default "+def+")")
-	cmd.Flags().IntVar(&idle.CPUPercent, "idle-cpu", 0, fmt.Sprintf("percent of a CPU up to which the VM counts as unused (default %d)", spec.DefaultIdleCPUPercent))
+	cmd.Flags().IntVar(&idle.CPUPercent, "idle-cpu", 0, fmt.Sprintf("percent of a CPU up to which the VM counts as unused (%d for a new VM)", spec.DefaultIdleCPUPercent))
 }
 
 // wholeSeconds is a flag for a duration of whole seconds.

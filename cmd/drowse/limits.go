@@ -27,8 +27,9 @@ func (a *app) limitsCommand() *cobra.Command {
 that finds no room waits, and fails if none becomes free in time.
 
 --sandboxes, --awake, --awake-mib, --disk-mib and --egress-mib limit the sandboxes of --owner, else
-those of each owner without limits of its own; who has some of its own has no others. 0 is no limit.
---owner "" means sandboxes without an owner. With --owner, the command shows what that owner uses.
+those of each owner without limits of its own. An owner with limits of its own has only those. 0 is
+no limit. --owner "" means sandboxes without an owner. With --owner, the command shows what that
+owner uses.
 
 --disk-quota, --cpus, --cpu-weight, --io-mib, --io-ops and --io-weight limit each sandbox of
 --class, else of each class without limits of its own. They hold from its next start on.`,
@@ -150,23 +151,23 @@ those of each owner without limits of its own; who has some of its own has no ot
 		},
 	}
 	d, f := limits.Default, cmd.Flags()
-	f.Float64Var(&l.MemoryOvercommit, "memory-overcommit", d.MemoryOvercommit, "limit of their RAM together, as a multiple of the host's memory")
-	f.IntVar(&l.WakeReservePercent, "wake-reserve", d.WakeReservePercent, "percent of that reserved for wakes")
+	f.Float64Var(&l.MemoryOvercommit, "memory-overcommit", d.MemoryOvercommit, "most RAM of all awake sandboxes together, as a multiple of the host's memory")
+	f.IntVar(&l.WakeReservePercent, "wake-reserve", d.WakeReservePercent, "percent of that RAM which only wakes may use")
 	f.IntVar(&l.MemoryWaitSeconds, "memory-wait", d.MemoryWaitSeconds, "seconds that a start waits for free memory, or for its owner's limits")
 	f.StringVar(&owner, "owner", "", "show and set the limits of this owner")
-	f.BoolVar(&unset, "unset", false, "remove the limits of that owner or class: those of all others hold again")
+	f.BoolVar(&unset, "unset", false, "remove the limits of --owner or --class: the common ones hold again")
 	f.StringVar(&class, "class", "", "set the limits of each sandbox of this class: ephemeral, resumable, workspace")
-	f.IntVar(&each.DiskMiB, "disk-quota", 0, "how much a sandbox may make the host store, in MiB")
+	f.Var((*mebibytes)(&each.DiskMiB), "disk-quota", "most that a sandbox may make the host store, such as 20g; a number alone is MiB")
 	f.Float64Var(&each.CPUs, "cpus", 0, "how many processors a sandbox may use")
-	f.IntVar(&each.CPUWeight, "cpu-weight", 0, "its share of busy processors, 1 to 10000 (usually 100)")
-	f.IntVar(&each.IOMiBPerSecond, "io-mib", 0, "how much it may read from the state directory's disk in a second, and write, in MiB")
-	f.IntVar(&each.IOPerSecond, "io-ops", 0, "how many reads it may do in a second, and writes")
-	f.IntVar(&each.IOWeight, "io-weight", 0, "its share of a busy disk, 1 to 1000 (usually 100)")
+	f.IntVar(&each.CPUWeight, "cpu-weight", 0, "a sandbox's share of busy processors, 1 to 10000 (usually 100)")
+	f.IntVar(&each.IOMiBPerSecond, "io-mib", 0, "MiB a second that a sandbox may read from the state directory's disk, and as many that it may write")
+	f.IntVar(&each.IOPerSecond, "io-ops", 0, "reads a second of a sandbox, and as many writes")
+	f.IntVar(&each.IOWeight, "io-weight", 0, "a sandbox's share of a busy disk, 1 to 1000 (usually 100)")
 	f.IntVar(&o.Sandboxes, "sandboxes", 0, "how many sandboxes an owner may have")
-	f.IntVar(&o.Awake, "awake", 0, "how many of them may be awake")
-	f.IntVar(&o.AwakeMiB, "awake-mib", 0, "how much RAM these may have together, in MiB")
-	f.IntVar(&o.DiskMiB, "disk-mib", 0, "how much disk their layers and snapshots may take, in MiB")
-	f.IntVar(&o.EgressMiBPerDay, "egress-mib", 0, "how much they may send to the network in a day (UTC), in MiB")
+	f.IntVar(&o.Awake, "awake", 0, "how many sandboxes of an owner may be awake")
+	f.IntVar(&o.AwakeMiB, "awake-mib", 0, "RAM of an owner's awake sandboxes together, in MiB")
+	f.IntVar(&o.DiskMiB, "disk-mib", 0, "disk that layers and snapshots of an owner may take, in MiB")
+	f.IntVar(&o.EgressMiBPerDay, "egress-mib", 0, "what an owner's sandboxes may send to the network in a day (UTC), in MiB")
 	return cmd
 }
 

@@ -7,7 +7,6 @@ import (
 	"math"
 	"path/filepath"
 	"strconv"
-	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -35,7 +34,7 @@ func (p *persistFlags) add(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.StringArrayVar(&p.drop, flagDrop, nil, "directory in the guest to empty before each sleep; repeatable")
 	f.StringArrayVar(&p.promote, flagPromote, nil, "PATH=HOSTDIR: copy this file or directory of the guest to HOSTDIR/NAME/TIME before each sleep; repeatable")
-	f.Var(&p.max, flagPersistMax, "refuse to sleep with more data than this on the writable disk, as 512MiB or 2GiB; 0 is no limit")
+	f.Var(&p.max, flagPersistMax, "refuse to sleep with more data than this on the writable disk, such as 512m or 2g; a number alone is bytes, 0 no limit")
 }
 
 // given reports whether any of the flags was given.
@@ -89,13 +88,11 @@ func (b *byteSize) String() string {
 
 // Set parses a number with or without a unit.
 func (b *byteSize) Set(s string) error {
-	digits := strings.TrimRight(s, "KMGTiB")
-	shift, ok := map[string]int{"": 0, "B": 0, "K": 10, "KiB": 10, "M": 20, "MiB": 20, "G": 30, "GiB": 30, "T": 40, "TiB": 40}[s[len(digits):]]
-	n, err := strconv.ParseInt(digits, 10, 64)
-	if !ok || err != nil || n < 0 || n > math.MaxInt64>>shift {
-		return fmt.Errorf("%q: use a number of bytes, or one as 512MiB or 2GiB", s)
+	n, _, ok := parseSize(s)
+	if !ok {
+		return fmt.Errorf("%q: use a number of bytes, or one as 512m or 2g", s)
 	}
-	*b = byteSize(n << shift)
+	*b = byteSize(n)
 	return nil
 }
 

@@ -17,7 +17,7 @@ type rotateFlags struct {
 
 func (r *rotateFlags) add(cmd *cobra.Command) {
 	f := cmd.Flags()
-	f.StringVar(&r.to, "rotate-to", "", "begin anew from this `snapshot` of the sandbox at each wake, or as often as the next two flags say")
+	f.StringVar(&r.to, "rotate-to", "", "begin anew from this `snapshot` of the sandbox at each wake, or as often as --rotate-at and --rotate-every say")
 	f.StringVar(&r.every, "rotate-every", "", "only at the first wake in each period of this `time`, such as 24h; the first period begins at --rotate-at, or now")
 	f.StringVar(&r.at, "rotate-at", "", "only at the first wake after this `time`, such as 2026-11-23T06:00:00Z")
 	f.BoolVar(&r.never, "no-rotate", false, "continue from the last sleep at each wake again")

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -44,35 +46,30 @@ func (*mebibytes) Type() string { return "size" }
 
 // Set reads 512, 512m, 2g, 2GiB or, as docker does, a number of bytes that no VM could have as MiB.
 func (m *mebibytes) Set(s string) error {
-	bad := fmt.Errorf("%q is no size: use one as 512m or 2g; a number alone is MiB", s)
-	digits := strings.TrimRight(s, "bBiIkKmMgGtT")
-	n, err := strconv.ParseInt(digits, 10, 48)
-	if err != nil || n < 0 {
-		return bad
-	}
-	unit := strings.ToLower(s[len(digits):])
-	switch unit {
-	case "":
-		if n >= 1<<26 {
-			n >>= 20
-		}
-	case "m", "mb", "mib":
-	case "g", "gb", "gib":
-		n <<= 10
-	case "t", "tb", "tib":
-		n <<= 20
-	case "k", "kb", "kib":
-		n >>= 10
-	case "b":
+	n, bare, ok := parseSize(s)
+	if !bare || n >= 1<<26 {
 		n >>= 20
-	default:
-		return bad
 	}
-	if n < 0 || n > 1<<30 {
-		return bad
+	if !ok || n > 1<<30 {
+		return fmt.Errorf("%q is no size: use one as 512m or 2g; a number alone is MiB", s)
 	}
 	*m = mebibytes(n)
 	return nil
+}
+
+// parseSize reads a number of bytes with a unit, as 512m, 512MB or 512MiB, or a bare number. Units are powers of 1024.
+func parseSize(s string) (n int64, bare, ok bool) {
+	digits := strings.TrimRight(s, "bBiIkKmMgGtT")
+	unit := strings.ToLower(s[len(digits):])
+	if len(unit) > 1 {
+		unit = strings.TrimSuffix(strings.TrimSuffix(unit, "b"), "i")
+	}
+	power := slices.Index([]string{"", "k", "m", "g", "t"}, strings.TrimSuffix(unit, "b"))
+	n, err := strconv.ParseInt(digits, 10, 64)
+	if err != nil || n < 0 || power < 0 || n > math.MaxInt64>>(10*power) {
+		return 0, false, false
+	}
+	return n << (10 * power), unit == "", true
 }
 
 // cpus is a flag for a number of CPUs.

@@ -149,8 +149,8 @@ func (a *app) attachCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "attach NAME [PROCESS]", Short: "Attach this terminal to the command of \"run\", or another detached process",
 		Long: `Attach stdin and stdout to the process "` + mainID + `", which "drowse run" has started, or to another
-detached one. Its newest 256 KiB of output come first. Whoever was attached before is not any
-more. The exit status is that of the process. A sleeping VM is woken.
+detached one. Its newest 256 KiB of output come first. An earlier attachment ends.
+The exit status is that of the process. A sleeping VM is woken.
 
 Ctrl-P Ctrl-Q (--detach-keys) leaves it running.`,
 		Args: cobra.RangeArgs(1, 2), ValidArgsFunction: a.completeVM,

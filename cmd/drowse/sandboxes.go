@@ -23,7 +23,7 @@ type metadataFlags struct {
 
 func (l *metadataFlags) add(cmd *cobra.Command, ttl string) {
 	f := cmd.Flags()
-	f.StringVar(&l.class, "class", "", "what happens at its end: ephemeral, resumable or workspace (default workspace)")
+	f.StringVar(&l.class, "class", "", "what happens at its end: ephemeral, resumable or workspace (the default of a new VM)")
 	f.StringVar(&l.owner, "owner", "", "owner, to find it by")
 	f.StringVar(&l.purpose, "purpose", "", "description")
 	f.StringVar(&l.ttl, "ttl", "", ttl)
@@ -260,7 +260,8 @@ func (a *app) pruneCommand() *cobra.Command {
 		Use: "prune", Short: "Remove expired sandboxes, and delete sleeps, disk layers and cached pages that nothing needs", Args: cobra.NoArgs,
 		Long: `Put expired sandboxes to sleep or remove them, as their class says (see "drowse run --class"), and
 delete sleeps, disk layers and cached pages that nothing needs. Snapshots of "drowse snapshot"
-and those with tags stay. "drowse serve" does this every minute.`,
+and those with tags stay. "drowse serve" looks for expired sandboxes every minute, and for the rest
+every hour.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			at, err := a.place()
 			if err != nil {

@@ -103,7 +103,7 @@ flags set them.`,
 	f.BoolVar(&noConfig, "no-image-config", false, "take no user, working directory and variables from the VM's image")
 	f.StringVar(&want.Restart, "restart", "always", "when to restart it: always, on-failure or never")
 	f.IntVar(&want.BackoffSeconds, "backoff", 1, "seconds before the first restart in a row; doubles with each")
-	f.IntVar(&want.MaxBackoffSeconds, "max-backoff", 60, "maximum of these seconds; a run of this length ends the row")
+	f.IntVar(&want.MaxBackoffSeconds, "max-backoff", 60, "longest wait before a restart, in seconds; a run of this length ends the row")
 	f.IntVar(&want.MaxRestarts, "max-restarts", spec.DefaultMaxRestarts, "restarts in a row before it counts as failed; -1: no limit")
 	f.IntVar(&want.StopSignal, "stop-signal", 15, "number of the stop signal")
 	f.IntVar(&want.StopSeconds, "stop-timeout", 10, "seconds from the stop signal to SIGKILL")

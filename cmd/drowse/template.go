@@ -43,10 +43,10 @@ func (a *app) templateMakeCommand() *cobra.Command {
 		}),
 	}
 	f := cmd.Flags()
-	f.StringVar(&want.Kernel, "kernel", "", `as of "drowse run", like all flags here that say what the VM is`)
+	f.StringVar(&want.Kernel, "kernel", "", `kernel, as for run`)
 	f.IntVar(&want.VCPUs, "vcpus", 0, fmt.Sprintf("number of CPUs (default %d)", spec.DefaultVCPUs))
-	f.IntVar(&want.MemoryMiB, "memory", 0, fmt.Sprintf("RAM in MiB (default %d)", spec.DefaultMemoryMiB))
-	f.IntVar(&want.DiskMiB, "disk", 0, fmt.Sprintf("size of the writable disk in MiB (default %d)", spec.DefaultDiskMiB))
+	f.VarP((*mebibytes)(&want.MemoryMiB), "memory", "m", fmt.Sprintf("RAM, 64m to 16g; a number alone is MiB (default %d)", spec.DefaultMemoryMiB))
+	f.Var((*mebibytes)(&want.DiskMiB), "disk", fmt.Sprintf("size of the writable disk, such as 20g; a number alone is MiB (default %d)", spec.DefaultDiskMiB))
 	f.StringVar(&want.Network, "net", "", "network: none or tap (default none)")
 	f.BoolVar(&want.IPv6, "ipv6", false, "with --net tap: IPv6 as well")
 	f.StringVar(&want.Cmdline, "cmdline", "", "additional kernel parameters")

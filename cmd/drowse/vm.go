@@ -154,7 +154,7 @@ this, and "drowse serve" every minute.`,
 	f.Var((*cpus)(&want.VCPUs), "vcpus", fmt.Sprintf("number of CPUs, 1 to 8; also --cpus (default %d)", spec.DefaultVCPUs))
 	f.VarP((*mebibytes)(&want.MemoryMiB), "memory", "m", fmt.Sprintf("RAM, 64m to 16g; a number alone is MiB (default %d)", spec.DefaultMemoryMiB))
 	f.Var((*mebibytes)(&want.DiskMiB), "disk", fmt.Sprintf("size of the writable disk, such as 20g; a number alone is MiB (default %d)", spec.DefaultDiskMiB))
-	f.IntVar(&want.DiskQuotaMiB, "disk-quota", 0, "most that the VM may make the host store, in MiB: disk, snapshots, logs, promotions")
+	f.Var((*mebibytes)(&want.DiskQuotaMiB), "disk-quota", "most that the VM may make the host store (disk, snapshots, logs, promotions), such as 20g; a number alone is MiB")
 	f.StringVarP(&want.Hostname, "hostname", "h", "", "host name in the guest (default: the VM's name)")
 	net.add(cmd, "", "everything is denied")
 	f.StringArrayVarP(&ports, "publish", "p", nil, "[ADDRESS:]PORT:GUESTPORT[/udp]: have \"drowse serve\" listen on the host, on all addresses by default; repeatable")

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"strconv"
 	"strings"
 	"time"
 
@@ -48,15 +47,15 @@ of a VM that could write to a volume cannot be cloned.`,
 }
 
 func (a *app) volumeCreateCommand() *cobra.Command {
-	size := int64(defaultVolumeMiB)
+	size := mebibytes(defaultVolumeMiB)
 	cmd := &cobra.Command{
 		Use: "create NAME", Annotations: makesState, Short: "Make a volume with an empty ext4 file system", Args: cobra.ExactArgs(1),
 		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
-			v, err := p.createVolume(cmd.Context(), args[0], size)
+			v, err := p.createVolume(cmd.Context(), args[0], int64(size))
 			return a.answerVolume(v, err)
 		}),
 	}
-	cmd.Flags().Int64Var(&size, "size", size, "size in MiB; it occupies what is written to it")
+	cmd.Flags().Var(&size, "size", "size, such as 4g; a number alone is MiB; occupies what is written to it")
 	return cmd
 }
 
@@ -94,15 +93,15 @@ func volumeUsers(i volumeInfo) string {
 func (a *app) volumeResizeCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "resize NAME SIZE", Short: "Enlarge a volume that no running or sleeping VM uses", Args: cobra.ExactArgs(2), ValidArgsFunction: a.firstArg(a.completeVolume),
-		Long: `Enlarge a volume and its file system to SIZE, in MiB. Volumes do not shrink. No running or sleeping
-VM may use the volume. drowse works on a copy, so there must be room for the volume's data once
-more. If anything is killed meanwhile, the volume has its old or its new size.`,
+		Long: `Enlarge a volume and its file system to SIZE, such as 8g; a number alone is MiB. Volumes do not
+shrink. No running or sleeping VM may use the volume. drowse works on a copy, so there must be room
+for the volume's data once more. If drowse is killed meanwhile, the volume has its old or new size.`,
 		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
-			mib, err := strconv.ParseInt(args[1], 10, 64)
-			if err != nil {
-				return usageError{fmt.Errorf("size %q: use a number of MiB", args[1])}
+			var size mebibytes
+			if err := size.Set(args[1]); err != nil {
+				return usageError{err}
 			}
-			v, err := p.resizeVolume(cmd.Context(), args[0], mib)
+			v, err := p.resizeVolume(cmd.Context(), args[0], int64(size))
 			return a.answerVolume(v, err)
 		}),
 	}

@@ -48,14 +48,14 @@ func TestVolumeCommands_make_list_resize_and_remove(t *testing.T) {
 	if one["name"] != "data" || one["id"] == "" {
 		t.Errorf("inspected as %v", one)
 	}
-	if got := must("volume", "resize", "data", "20"); got != "data\n" {
+	if got := must("volume", "resize", "data", "20m"); got != "data\n" {
 		t.Errorf("resize says %q", got)
 	}
 	decode(t, must("volume", "ls", "-o", "json"), &list)
 	if len(list) != 1 || list[0].Size != 20<<20 {
 		t.Errorf("resized to %+v", list)
 	}
-	for _, size := range []string{"16", "20M", "99999999999999", "-1"} {
+	for _, size := range []string{"16", "20x", "99999999999999", "-1"} {
 		if code, _, stderr := drowse(t, state, "volume", "resize", "data", "--", size); code != exitUsage {
 			t.Errorf("resize to %s: exit status %d: %s", size, code, stderr)
 		}
