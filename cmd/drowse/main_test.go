@@ -101,6 +101,7 @@ func TestWrong_command_lines(t *testing.T) {
 		{"run --sleep-after 1500ms x", exitUsage, "whole seconds"},
 		{"run --sleep-after -1s x", exitUsage, "or 0 for never"},
 		{"run --idle-cpu 101 x", exitUsage, "use 1 to 100"},
+		{"restore --idle-cpu 20 x", exitUsage, "needs --sleep-after"},
 		{"serve extra", exitUsage, "drowse serve --help"},
 		{"serve --pool 257", exitUsage, "use 0 to 256"},
 		{"serve --max-connections -1", exitUsage, "use 1 or more"},

@@ -139,6 +139,9 @@ func (a *app) restoreCommand() *cobra.Command {
 			if into != "" {
 				return at.rewind(ctx, into, id)
 			}
+			if changed(cmd, "idle-cpu") && !changed(cmd, "sleep-after") {
+				return cameUp{}, usageError{errors.New("--idle-cpu of restore needs --sleep-after: the two replace what the snapshot's VM had")}
+			}
 			p, err := net.over()
 			if err != nil {
 				return cameUp{}, err
