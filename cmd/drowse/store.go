@@ -16,7 +16,6 @@ import (
 
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
-	"github.com/drowse-vm/drowse/sandbox/fleet"
 	"github.com/drowse-vm/drowse/sandbox/pool"
 	"github.com/drowse-vm/drowse/sandbox/traces"
 )
@@ -90,13 +89,9 @@ func beside(name string) string {
 	return filepath.Join(filepath.Dir(self), name)
 }
 
-// onHost and onFleet return commands on the state directory's host and sandboxes.
+// onHost returns a command on the state directory's host.
 func (a *app) onHost(do func(*cobra.Command, []string, *sandbox.Host) error) runE {
 	return opened(a.store, do)
-}
-
-func (a *app) onFleet(do func(*cobra.Command, []string, *fleet.Fleet) error) runE {
-	return opened(a.fleet, do)
 }
 
 // launching returns the host with a launcher of VMs and with tracing.
@@ -111,15 +106,6 @@ func (a *app) launching(ctx context.Context) (*sandbox.Host, error) {
 	}
 	l.Secrets = a.secretsFrom(h, false)
 	return a.traced(ctx, h.With(l))
-}
-
-// fleet opens the sandboxes of the state directory.
-func (a *app) fleet() (*fleet.Fleet, error) {
-	s, err := a.store()
-	if err != nil {
-		return nil, err
-	}
-	return fleet.New(s, fleet.Options{}), nil
 }
 
 // images opens the image store of the state directory.

@@ -33,13 +33,9 @@ func (r *Regexp) compiled() *regexp.Regexp {
 	return r.re
 }
 
-func (r *Regexp) String() string                         { return r.text }
 func (r *Regexp) MatchString(s string) bool              { return r.compiled().MatchString(s) }
 func (r *Regexp) FindStringSubmatch(s string) []string   { return r.compiled().FindStringSubmatch(s) }
 func (r *Regexp) FindAllString(s string, n int) []string { return r.compiled().FindAllString(s, n) }
 func (r *Regexp) ReplaceAllString(src, with string) string {
 	return r.compiled().ReplaceAllString(src, with)
-}
-func (r *Regexp) ReplaceAllLiteralString(s, with string) string {
-	return r.compiled().ReplaceAllLiteralString(s, with)
 }

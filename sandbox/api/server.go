@@ -567,14 +567,6 @@ func (s *Server) refuse(w http.ResponseWriter, r *http.Request, err error) {
 	s.fail(w, r, err)
 }
 
-// Fail answers with an error in this package's form, for mounted handlers.
-func Fail(w http.ResponseWriter, err error) {
-	e := ErrorOf(err)
-	w.Header().Set("Content-Type", "application/json")
-	w.WriteHeader(StatusOf(e.Code))
-	_ = json.NewEncoder(w).Encode(wire.ErrorDoc{Error: e}) // an error means that the client has gone
-}
-
 // own returns an error of the server itself.
 func own(code records.Code, remedy, format string, args ...any) error {
 	return &records.Error{Op: "request", Code: code, Remedy: remedy, Err: fmt.Errorf(format, args...)}

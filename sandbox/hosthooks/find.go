@@ -46,9 +46,6 @@ func In(store string) Dir {
 	return Dir{path: filepath.Join(store, DirName), store: store, users: []uint32{0, uint32(os.Geteuid())}}
 }
 
-// Path returns the path of the directory.
-func (d Dir) Path() string { return d.path }
-
 // Look finds the hooks. A missing directory has none, which costs one system call. If anything in the directory
 // may not run, the error is ErrUnsafe, with a remedy: the hook that is left out could be the one that would refuse
 // something.

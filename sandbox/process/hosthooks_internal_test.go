@@ -25,7 +25,7 @@ import (
 // putHostHook puts an executable into hooks.d. It notes its argument and the event, and then runs the script more.
 func putHostHook(t *testing.T, s *state.Store, name, more string) {
 	t.Helper()
-	dir := hosthooks.In(s.Dir()).Path()
+	dir := filepath.Join(s.Dir(), hosthooks.DirName)
 	script := "#!/bin/sh\necho " + name + ` $1 >>"$DROWSE_STATE/notes"; cat >>"$DROWSE_STATE/told"` + "\n" + more + "\n"
 	if err := errors.Join(os.MkdirAll(dir, 0o700), os.WriteFile(filepath.Join(dir, name), []byte(script), 0o700)); err != nil {
 		t.Fatal(err)
