@@ -51,7 +51,7 @@ func (a *app) tokenCommand() *cobra.Command {
   exec     commands, terminals, processes and ports in sandboxes
   files    their files
   create   making, changing and removing them, with policies, secrets and services
-  admin    what they share: images, volumes, imports, pruning, metrics
+  admin    what they share: images, volumes, imports, pruning
 
 With --owner the token reaches only that owner's sandboxes, and makes only such.`,
 		RunE: onTokens(func(_ *cobra.Command, args []string, t *tokens.Store) (err error) {
