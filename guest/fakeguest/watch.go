@@ -2,6 +2,7 @@ package fakeguest
 
 import (
 	"context"
+	"maps"
 	"path"
 	"slices"
 	"strings"
@@ -26,7 +27,7 @@ func (a agent) Watch(ctx context.Context, stream agentpb.Agent_WatchServer) erro
 		return status.Error(codes.InvalidArgument, "a watch without paths")
 	}
 	a.g.mu.Lock()
-	before, changed := clone(a.g.files), a.g.changed()
+	before, changed := maps.Clone(a.g.files), a.g.changed()
 	a.g.mu.Unlock()
 	if err := stream.Send(&agentpb.WatchResponse{Ready: true}); err != nil {
 		return err
@@ -39,7 +40,7 @@ func (a agent) Watch(ctx context.Context, stream agentpb.Agent_WatchServer) erro
 			return ctx.Err()
 		}
 		a.g.mu.Lock()
-		after := clone(a.g.files)
+		after := maps.Clone(a.g.files)
 		changed = a.g.changed()
 		a.g.mu.Unlock()
 		var events []*agentpb.WatchEvent
@@ -76,14 +77,6 @@ func watches(m *agentpb.WatchStart, name string) bool {
 	return slices.ContainsFunc(m.Paths, func(p string) bool {
 		return name == p || path.Dir(name) == p || m.Recursive && (strings.HasPrefix(name, p+"/") || p == "/")
 	})
-}
-
-func clone(files fstest.MapFS) map[string]*fstest.MapFile {
-	out := make(map[string]*fstest.MapFile, len(files))
-	for name, f := range files {
-		out[name] = f
-	}
-	return out
 }
 
 func keys(all ...map[string]*fstest.MapFile) func(func(string) bool) {

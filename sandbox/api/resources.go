@@ -41,7 +41,7 @@ func resourceRoutes() []route {
 			method: post, path: services + "/{service}/" + verb, scope: ScopeCreate, op: verb + " service", says: says, takes: wire.Empty{}, gives: wire.Service{},
 			serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (wire.Service, error) {
 				st, err := do(b, ctx, r.PathValue("service"))
-				return serviceOf(st), err
+				return wire.Service(st), err
 			}),
 		}
 	}
@@ -66,7 +66,7 @@ func resourceRoutes() []route {
 			list, err := b.Services(ctx)
 			out := wire.Services{Services: make([]wire.Service, len(list))}
 			for i, st := range list {
-				out.Services[i] = serviceOf(st)
+				out.Services[i] = wire.Service(st)
 			}
 			return out, err
 		})},
@@ -86,7 +86,7 @@ func resourceRoutes() []route {
 				want.Env, want.Dir, want.User = c.Env, c.Dir, c.User
 			}
 			st, err := b.SetService(ctx, want)
-			return serviceOf(st), err
+			return wire.Service(st), err
 		})},
 		{method: del, path: services + "/{service}", scope: ScopeCreate, op: "remove service", says: "Stop and remove a service.", gives: wire.Empty{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (wire.Empty, error) {
 			return wire.Empty{}, b.RemoveService(ctx, r.PathValue("service"))
@@ -105,7 +105,7 @@ func resourceRoutes() []route {
 				ctx, cancel := context.WithTimeout(ctx, time.Duration(n)*time.Second)
 				defer cancel()
 				st, err := b.WaitService(ctx, r.PathValue("service"))
-				return serviceOf(st), err
+				return wire.Service(st), err
 			}),
 		},
 		{
@@ -194,13 +194,6 @@ func secretSources(s *Server, r *request) (int, any, error) {
 
 // waitTime is how long a client may wait for a service.
 const waitTime = 10 * time.Minute
-
-func serviceOf(st control.ServiceStatus) wire.Service {
-	return wire.Service{
-		Service: st.Service, State: st.State, PID: st.PID, Restarts: st.Restarts, Started: st.Started, ExitCode: st.ExitCode, Ended: st.Ended, Problem: st.Problem,
-		Ready: st.Ready, ReadyAt: st.ReadyAt, CheckProblem: st.CheckProblem, CheckRestarts: st.CheckRestarts,
-	}
-}
 
 func serviceLog(s *Server, r *request) (int, any, error) {
 	follow, err := r.flag("follow")

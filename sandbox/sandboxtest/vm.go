@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -130,9 +131,7 @@ func (v *vm) start(ctx context.Context, dir string, o instance.RestoreOptions) (
 	if err != nil {
 		return fmt.Errorf("reading the VM's disk: %w", err)
 	}
-	for name, f := range memory {
-		files[name] = f
-	}
+	maps.Copy(files, memory)
 	v.guest = fakeguest.New(files)
 	v.guest.Commands, v.guest.Changed = v.vms.Commands, v.writeDisk
 	if dial := v.vms.Dial; dial != nil {
