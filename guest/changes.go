@@ -36,7 +36,7 @@ type Change struct {
 
 // ChangesEnd says how far Client.Changes got.
 type ChangesEnd struct {
-	Told int
+	Told int // how many changes the function got
 	// More reports that there are more changes than the limit.
 	More bool
 	// Partial says which changes are unknown; "" if none are.

@@ -53,8 +53,8 @@ type channel struct {
 	ended  atomic.Bool // the guest's side has closed it
 }
 
-// New returns a client of the guest with this vsock socket that connects when it is used first. Otherwise it is as one
-// of Dial with UnixDialer.
+// New returns a client of the guest behind a vsock socket of the host, which connects when it is first used. For the
+// rest it is one of Dial with UnixDialer.
 func New(path string) *Client {
 	c := newClient(UnixDialer(path))
 	c.trail.Store(trailBeside(path))

@@ -112,8 +112,8 @@ func (c *Client) Mkdir(ctx context.Context, path string, perm fs.FileMode, paren
 	return done(ctx, c, a, "make directory "+path, agentpb.AgentClient.Mkdir, &agentpb.MkdirRequest{Path: path, Mode: uint32(perm.Perm()), Parents: parents})
 }
 
-// MkdirFor makes a directory and missing parents, if it is not there, as an owner's. Agents before this call make them
-// as root's.
+// MkdirFor makes a directory and missing parents for an owner, and leaves one that exists alone. Older agents make them
+// root's.
 func (c *Client) MkdirFor(ctx context.Context, path string, owner Owner) error {
 	a := audit.Action{Kind: audit.KindMkdir, Path: path}
 	return done(ctx, c, a, "make directory "+path, agentpb.AgentClient.Mkdir, &agentpb.MkdirRequest{Path: path, Parents: true, Owner: owner.message()})

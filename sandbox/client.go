@@ -918,7 +918,7 @@ func (s *Host) giveUp(ctx context.Context, name string) (done bool, err error) {
 // DeleteOptions change a deletion. The zero value refuses a running sandbox with ErrRunning, and one whose record
 // cannot be read with spec.ErrRecord.
 type DeleteOptions struct {
-	// Force deletes both; it kills a running one first.
+	// Force deletes a running sandbox, which it kills first, and one with an unreadable record.
 	Force bool
 	// Freed, if not nil, gets what was freed.
 	Freed *spec.Freed

@@ -39,10 +39,10 @@ var (
 	cancelPoll = 10 * time.Millisecond
 )
 
-// Launcher configures how a Store starts the processes of VMs.
+// Launcher says how a sandbox.Host starts the processes of its VMs: see Host.With.
 type Launcher struct {
 	// Command is the program with its first arguments. The Launcher appends more arguments, which the program must
-	// pass to ServeProcess. The program's environment has only the variables that a VM's process reads.
+	// pass to process.ServeProcess. The program's environment has only the variables that a VM's process reads.
 	Command []string
 	// Agent is the path of the guest's agent, a static program.
 	Agent string

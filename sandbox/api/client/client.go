@@ -42,7 +42,8 @@ func (c *Client) Here() *Client {
 	return &with
 }
 
-// New asks the server at a URL, as "https://host:7300", with a token. h is how; nil is http.DefaultClient.
+// New returns a client of the server at a URL, such as "https://host:7300". It sends token, unless that is empty, and its
+// requests by h; nil is http.DefaultClient.
 func New(base, token string, h *http.Client) *Client {
 	if h == nil {
 		h = http.DefaultClient
