@@ -178,28 +178,32 @@ func startAndLeave(ctx context.Context, g inGuest, c command, e *execFlags) (id 
 	return s.ID(), s.Close()
 }
 
-// variables returns those of a file and, after them, since the last value of a name wins, those of flags. A name
-// alone takes the value that it has in this process, and is left out if it has none.
+// variables returns those of a file and, after them, since the last value of a name wins, those of flags.
 func variables(file string, flags []string, stdin io.Reader) ([]string, error) {
 	vars, err := readEnv(file, stdin)
 	if err != nil {
 		return nil, err
 	}
 	for _, kv := range flags {
-		key, _, ok := strings.Cut(kv, "=")
+		key, _, _ := strings.Cut(kv, "=")
 		if key == "" {
 			return nil, usageError{fmt.Errorf("--env %q: use KEY=VALUE, or KEY", kv)}
 		}
-		if !ok {
-			value, set := os.LookupEnv(key)
-			if !set {
-				continue
-			}
-			kv = key + "=" + value
-		}
-		vars = append(vars, kv)
+		vars = addVariable(vars, kv)
 	}
 	return vars, nil
+}
+
+// addVariable adds KEY=VALUE, or KEY with the value that it has in this process, if any.
+func addVariable(vars []string, kv string) []string {
+	if !strings.Contains(kv, "=") {
+		value, set := os.LookupEnv(kv)
+		if !set {
+			return vars
+		}
+		kv += "=" + value
+	}
+	return append(vars, kv)
 }
 
 // readEnv reads variables from a file, one in each line. It skips empty lines and those that begin with #.
@@ -219,18 +223,11 @@ func readEnv(path string, stdin io.Reader) (vars []string, err error) {
 		if strings.TrimSpace(line) == "" || strings.HasPrefix(line, "#") {
 			continue
 		}
-		key, _, ok := strings.Cut(line, "=")
+		key, _, _ := strings.Cut(line, "=")
 		if key == "" || strings.ContainsAny(key, " \t") {
 			return nil, usageError{fmt.Errorf("line %d of the variables is not KEY=VALUE", i+1)}
 		}
-		if !ok {
-			value, set := os.LookupEnv(key)
-			if !set {
-				continue
-			}
-			line = key + "=" + value
-		}
-		vars = append(vars, line)
+		vars = addVariable(vars, line)
 	}
 	return vars, nil
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"math"
 	"path/filepath"
 	"strconv"
 
@@ -133,7 +132,7 @@ func printPersisted(w io.Writer, p *spec.Persisted) {
 		if n := d.Kept + d.Mounts; n > 0 {
 			stays = fmt.Sprintf("; %d stay", n)
 		}
-		fmt.Fprintf(w, "%s dropped (%d files and directories, %s%s)\n", d.Path, d.Entries, bytesText(int64(min(d.Bytes, math.MaxInt64))), stays)
+		fmt.Fprintf(w, "%s dropped (%d files and directories, %s%s)\n", d.Path, d.Entries, sizeText(d.Bytes), stays)
 	}
 }
 

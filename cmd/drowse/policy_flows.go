@@ -82,5 +82,5 @@ func flowEnd(a netip.Addr, port uint16) string {
 }
 
 func flowCount(c netpolicy.Count) string {
-	return fmt.Sprintf("%s in %d", bytesText(int64(min(c.Bytes, 1<<62))), c.Packets)
+	return fmt.Sprintf("%s in %d", sizeText(c.Bytes), c.Packets)
 }

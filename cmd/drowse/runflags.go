@@ -7,7 +7,6 @@ import (
 	"math"
 	"math/rand/v2"
 	"net/netip"
-	"slices"
 	"strconv"
 	"strings"
 
@@ -60,16 +59,11 @@ func (m *mebibytes) Set(s string) error {
 // parseSize reads a number of bytes with a unit, as 512m, 512MB or 512MiB, or a bare number. Units are powers of 1024.
 func parseSize(s string) (n int64, bare, ok bool) {
 	digits := strings.TrimRight(s, "bBiIkKmMgGtT")
-	unit := strings.ToLower(s[len(digits):])
-	if len(unit) > 1 {
-		unit = strings.TrimSuffix(strings.TrimSuffix(unit, "b"), "i")
-	}
-	power := slices.Index([]string{"", "k", "m", "g", "t"}, strings.TrimSuffix(unit, "b"))
 	n, err := strconv.ParseInt(digits, 10, 64)
-	if err != nil || n < 0 || power < 0 || n > math.MaxInt64>>(10*power) {
-		return 0, false, false
-	}
-	return n << (10 * power), unit == "", true
+	shift, ok := map[string]int{
+		"": 0, "b": 0, "k": 10, "kb": 10, "kib": 10, "m": 20, "mb": 20, "mib": 20, "g": 30, "gb": 30, "gib": 30, "t": 40, "tb": 40, "tib": 40,
+	}[strings.ToLower(s[len(digits):])]
+	return n << shift, digits == s, ok && err == nil && n >= 0 && n <= math.MaxInt64>>shift
 }
 
 // cpus is a flag for a number of CPUs.
