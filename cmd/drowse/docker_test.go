@@ -27,6 +27,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/fakeguest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/sandboxtest"
+	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -284,6 +285,15 @@ func TestScript_gets_names_for_xargs_and_errors_as_JSON(t *testing.T) {
 		if want[0] != "" && d.Error.Code != want[0] || d.Error.Message == "" || !strings.Contains(d.Error.Remedy, want[1]) {
 			t.Errorf("%s: %+v, want %v", args, d.Error, want)
 		}
+	}
+	if _, err := h.State.SetMetadata(t.Context(), names[0], func(m *spec.Metadata, _ error) error {
+		m.Owner, m.Purpose = spec.TemplateOwner, "boots for template 990cfd40"
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if _, stdout, _ := drowse(t, dir, "ps"); !strings.Contains(stdout, "boots for template 990cfd40") {
+		t.Errorf("ps does not say what a VM of drowse's own is for: %q", stdout)
 	}
 	_, stdout, _ := drowse(t, dir, "ps", "-aq")
 	if code, out, stderr := drowse(t, dir, append([]string{"rm", "-f"}, strings.Fields(stdout)...)...); code != 0 || out != stdout {

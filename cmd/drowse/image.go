@@ -39,7 +39,15 @@ type imageRow struct {
 func (i imageRow) MarshalJSON() ([]byte, error) { return json.Marshal(i.doc) }
 
 // shortID is how much of an image's id lists have.
-func (i imageRow) shortID() string { return i.ID[:min(len(i.ID), 12)] }
+func (i imageRow) shortID() string { return imageText(i.ID) }
+
+// imageText returns an image's id as lists show it, and tags as they are.
+func imageText(ref string) string {
+	if len(ref) == 64 && !strings.Contains(ref, ":") {
+		return ref[:12]
+	}
+	return ref
+}
 
 func (a *app) imageListCommand() *cobra.Command {
 	var quiet bool

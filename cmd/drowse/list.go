@@ -180,6 +180,9 @@ all keys must match. "drowse ls" lists by owner and class, in pages.`,
 						errs = append(errs, err)
 						continue
 					}
+					if b.Owner == spec.TemplateOwner {
+						row.Note = cmp.Or(row.Note, b.Purpose)
+					}
 				}
 				rows = append(rows, row)
 			}
@@ -190,7 +193,7 @@ all keys must match. "drowse ls" lists by owner and class, in pages.`,
 				return errors.Join(errs...)
 			}
 			err = answerList(a, rows, nil, "NAME\tSTATUS\tIMAGE\tVCPUS\tMEMORY\tCREATED\tNOTE", func(r vmRow) []any {
-				return []any{r.Name, r.Status, r.Image, r.VCPUs, fmt.Sprintf("%d MiB", r.Memory), r.Created.Local().Format(dayMinute), said(r.Note)}
+				return []any{r.Name, r.Status, imageText(r.Image), r.VCPUs, fmt.Sprintf("%d MiB", r.Memory), r.Created.Local().Format(dayMinute), said(r.Note)}
 			})
 			return errors.Join(append(errs, err)...)
 		}),
