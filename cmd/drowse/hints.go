@@ -31,7 +31,7 @@ var otherVerbs = map[string]string{
 	"restart":   "use `drowse stop NAME && drowse start NAME`",
 	"save":      "use `drowse image export NAME FILE --format oci-archive`",
 	"search":    "look at the registry; `drowse pull NAME` takes it",
-	"swarm":     "drowse runs on one host",
+	"swarm":     "use `drowse serve --cluster` on each host",
 	"system":    "leave the word out: `drowse df`, `drowse info`, `drowse events`, `drowse prune`",
 	"tag":       "use `drowse image build --from SOURCE --tag NAME`, which reuses an image that exists",
 	"unpause":   "use `drowse wake NAME`",

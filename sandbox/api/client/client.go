@@ -42,8 +42,8 @@ func (c *Client) Here() *Client {
 	return &with
 }
 
-// New returns a client of the server at a URL, such as "https://host:7300". It sends token, unless that is empty, and its
-// requests by h; nil is http.DefaultClient.
+// New returns a client of the server at a URL, such as "https://host:7300". An empty token is not sent. h sends the
+// requests; nil is http.DefaultClient.
 func New(base, token string, h *http.Client) *Client {
 	if h == nil {
 		h = http.DefaultClient
