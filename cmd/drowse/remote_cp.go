@@ -342,9 +342,7 @@ func (u *unpacker) mkdir(name string) error {
 
 // file writes a file. It has its name only when it is whole.
 func (u *unpacker) file(t *tar.Reader, h *tar.Header, name string) (err error) {
-	if _, is := u.links[name]; is {
-		delete(u.links, name)
-	}
+	delete(u.links, name)
 	if fi, err := u.root.Lstat(name); err == nil && fi.IsDir() {
 		return fmt.Errorf("a directory of that name exists: %w", fs.ErrExist)
 	}
