@@ -100,6 +100,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	var ex execError
 	wrong := errors.As(err, &usage) || errors.Is(err, spec.ErrInvalid) || errors.Is(err, spec.ErrMetadata)
 	message := said(a.fromServer(err, err.Error()) + a.suggest(cmd, err))
+	if ctx.Err() != nil { // by a signal
+		message = strings.ReplaceAll(message, context.Canceled.Error(), "interrupted")
+	}
 	if a.json() || a.log == nil && wantsJSON(args) { // without a log, the command line was not read to its end
 		_ = json.NewEncoder(stderr).Encode(describe(err, message, wrong))
 	} else {

@@ -459,6 +459,18 @@ func TestPrintable_leaves_no_commands_for_a_terminal(t *testing.T) {
 	}
 }
 
+func TestRun_that_a_signal_ends_says_so(t *testing.T) {
+	ctx, interrupt := context.WithCancel(t.Context())
+	interrupt()
+	for _, args := range [][]string{{"prune"}, {"pull", "registry.invalid/x"}} {
+		var stderr bytes.Buffer
+		code := run(ctx, append([]string{"--state", t.TempDir()}, args...), io.Discard, &stderr)
+		if said := stderr.String(); code != exitFailed || !strings.HasSuffix(said, ": interrupted\n") || strings.Contains(said, "context") {
+			t.Errorf("%v ended with %d: %s", args, code, said)
+		}
+	}
+}
+
 func TestPatientReader_gives_up_with_the_context(t *testing.T) {
 	r, w, err := os.Pipe()
 	if err != nil {
