@@ -20,8 +20,9 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/lazyregexp"
@@ -642,7 +643,7 @@ func (b *building) files(hash string) (held, error) {
 	if hash == "" || u == nil || u.file == nil {
 		return held{}, &buildReason{Message: "COPY: the files of the step were not uploaded"}
 	}
-	fd, err := syscall.Dup(int(u.file.Fd()))
+	fd, err := unix.FcntlInt(u.file.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		return held{}, err
 	}
