@@ -697,11 +697,19 @@ func TestNetwork_policy_of_a_guest(t *testing.T) {
 	}
 }
 
-// gone checks that the TAP device and the routes no longer exist.
+// gone checks that the TAP device and the routes no longer exist. The confined process of a killed one has the device
+// too, and ends a moment later.
 func gone(t *testing.T, device string, addresses ...netip.Addr) {
 	t.Helper()
-	if _, err := netlink.LinkByName(device); err == nil {
-		t.Errorf("%s is left", device)
+	for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
+		_, err := netlink.LinkByName(device)
+		if err != nil {
+			break
+		}
+		if time.Now().After(end) {
+			t.Errorf("%s is left", device)
+			break
+		}
 	}
 	for _, own := range addresses {
 		routes, err := netlink.RouteListFiltered(netlink.FAMILY_ALL, &netlink.Route{Dst: &net.IPNet{IP: own.AsSlice(), Mask: net.CIDRMask(own.BitLen(), own.BitLen())}}, netlink.RT_FILTER_DST)

@@ -30,8 +30,8 @@ type farStore struct {
 	perSecond   float64    // bytes; 0 is no limit
 	free        time.Time
 	files       map[string]int // bytes of each file of a head
-	// refuse has reads of the memory of heads fail, slow those of more than a guest waits for at once, and cut all that
-	// is asked of the store.
+	// refuse has reads of the memory of heads fail, slow those of more than a guest waits for at once, of any memory or
+	// layer, and cut all that is asked of the store.
 	refuse, slow, cut atomic.Bool
 }
 
@@ -48,7 +48,7 @@ func (s *farStore) wait(ctx context.Context, key string, n int) error {
 	if s.down.Load() || s.cut.Load() {
 		return errDown
 	}
-	if (s.refuse.Load() || s.slow.Load() && n > 600<<10) && memoryRE.MatchString(key) {
+	if s.refuse.Load() && memoryRE.MatchString(key) || s.slow.Load() && n > 600<<10 && filesRE.MatchString(key) {
 		return errDown
 	}
 	s.gets.Add(1)
@@ -106,6 +106,9 @@ func (s *farStore) Swap(ctx context.Context, key string, old blob.Version, body 
 
 // memoryRE matches packs of the first memory file of a head: behind its document and the manifest.
 var memoryRE = regexp.MustCompile(`^data/heads-[^/]+/2/[0-9]+$`)
+
+// filesRE matches packs of all memory files and layers.
+var filesRE = regexp.MustCompile(`^data/heads-[^/]+/([2-9]|[0-9]{2,})/[0-9]+$`)
 
 // sleeper makes a sandbox that sleeps in the store, whose memory does not get to b.
 func sleeper(t *testing.T, o cluster.Options) (a, b *host, far *farStore, id string) {

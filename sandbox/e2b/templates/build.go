@@ -127,23 +127,47 @@ const DefaultUser = "user"
 
 // Times of a build.
 const (
-	endTime    = 10 * time.Minute // for its sandbox to be removed
-	readyTime  = 5 * time.Minute  // for the ready command to succeed
-	readyEvery = time.Second      // between two tries of it
-	startTime  = 20 * time.Second // for a start command without a ready command, as E2B has it
+	placeEvery = 200 * time.Millisecond // between two looks for a place
+	endTime    = 10 * time.Minute       // for its sandbox to be removed
+	readyTime  = 5 * time.Minute        // for the ready command to succeed
+	readyEvery = time.Second            // between two tries of it
+	startTime  = 20 * time.Second       // for a start command without a ready command, as E2B has it
 )
+
+// begins reports whether a build may begin: there are places of all, and of its owner.
+func (t *Templates) begins(b *build) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	all, of := 0, 0
+	for _, other := range t.building {
+		if other.runs {
+			all++
+			if other.owner == b.owner {
+				of++
+			}
+		}
+	}
+	b.runs = all < maxBuilding && (b.owner == "" || of < maxBuildingOf)
+	return b.runs
+}
+
+func (t *Templates) ends(b *build) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	b.runs = false
+}
 
 // runBuild runs a build to its end.
 func (t *Templates) runBuild(b *build, key tokens.Token, body buildBody) {
+	for !t.begins(b) {
+		if rest(t.life, placeEvery) != nil {
+			b.set(buildError, &buildReason{Message: "the server ended before the build"})
+			return
+		}
+	}
+	defer t.ends(b)
 	ctx, cancel := context.WithTimeout(t.life, buildTime)
 	defer cancel()
-	select {
-	case t.builders <- struct{}{}:
-		defer func() { <-t.builders }()
-	case <-ctx.Done():
-		b.set(buildError, &buildReason{Message: "the server ended before the build"})
-		return
-	}
 	b.set(buildRunning, nil)
 	run := &building{Templates: t, build: b, body: body}
 	err := run.all(ctx, key)

@@ -48,12 +48,11 @@ type Options struct {
 
 // Templates are the templates of a host. Its methods may be called at once.
 type Templates struct {
-	o        Options
-	life     context.Context // ends with Close
-	end      context.CancelFunc
-	all      sync.WaitGroup // builds
-	builders chan struct{}  // has a place for each build under way
-	tagging  sync.Mutex     // held by who changes the tags of templates
+	o       Options
+	life    context.Context // ends with Close
+	end     context.CancelFunc
+	all     sync.WaitGroup // builds
+	tagging sync.Mutex     // held by who changes the tags of templates
 
 	mu       sync.Mutex // guards what follows
 	closed   bool
@@ -64,7 +63,7 @@ type Templates struct {
 
 // New returns the templates of a host. Close ends what builds.
 func New(o Options) *Templates {
-	t := &Templates{o: o, builders: make(chan struct{}, maxBuilding), building: map[string]*build{}, uploads: map[string]*upload{}}
+	t := &Templates{o: o, building: map[string]*build{}, uploads: map[string]*upload{}}
 	t.life, t.end = context.WithCancel(context.Background())
 	return t
 }

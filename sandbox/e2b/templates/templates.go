@@ -43,6 +43,7 @@ const (
 	maxBuilds     = 256 // that are known, of all keys
 	maxBuildsOf   = 32  // of them, of one owner
 	maxBuilding   = 4   // at once
+	maxBuildingOf = 2   // of them, of one owner
 	maxSteps      = 1000
 	maxVersions   = 8 // tags of a build
 	maxTemplate   = 8 // vCPUs
@@ -170,6 +171,7 @@ type build struct {
 	owner string
 	size  sandbox.Spec // of its sandboxes: VCPUs and MemoryMiB
 	made  time.Time
+	runs  bool // guarded by that of Templates
 
 	mu     sync.Mutex // guards what follows
 	begun  bool

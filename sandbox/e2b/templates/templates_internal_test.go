@@ -121,3 +121,33 @@ func TestBuild_log_is_bounded(t *testing.T) {
 		t.Error(n, len(b.logs[0].Message), b.logs[n-1].Message)
 	}
 }
+
+func TestBegins_leaves_places_for_the_builds_of_other_owners(t *testing.T) {
+	all := &Templates{building: map[string]*build{}}
+	begins := func(id, owner string) bool {
+		b := all.building[id]
+		if b == nil {
+			b = &build{owner: owner}
+			all.building[id] = b
+		}
+		return all.begins(b)
+	}
+	for _, step := range []struct {
+		id, owner string
+		want      bool
+	}{
+		{"a1", "alice", true}, {"a2", "alice", true}, {"a3", "alice", false}, {"b1", "bob", true}, {"n1", "", true}, {"n2", "", false}, {"b2", "bob", false},
+	} {
+		if got := begins(step.id, step.owner); got != step.want {
+			t.Errorf("%s of %q begins: %v", step.id, step.owner, got)
+		}
+	}
+	all.ends(all.building["a1"])
+	if begins("n2", "") != true || begins("a3", "alice") {
+		t.Error("the place that was given back is not for the next one alone")
+	}
+	all.ends(all.building["b1"])
+	if !begins("a3", "alice") {
+		t.Error("an owner's next build does not begin after the end of another")
+	}
+}
