@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/devices"
-	"github.com/drowse-vm/drowse/devices/virtq"
 	"github.com/drowse-vm/drowse/internal/test/devicetest"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -104,26 +103,6 @@ func TestAttack_turn_with_a_full_queue_ends_when_a_pause_is_wanted(t *testing.T)
 	must(t, <-taken)
 }
 
-// poster acts as another vCPU: each time that the device reads a descriptor of a queue, there is one more buffer.
-type poster struct {
-	mem    *guestmem.Memory
-	layout virtq.Layout
-	left   atomic.Int64
-}
-
-func (p *poster) Ensure(gpa guestmem.GPA, _ uint64) error {
-	if gpa != p.layout.Desc || p.left.Add(-1) < 0 {
-		return nil
-	}
-	index, err := p.mem.LoadUint16(p.layout.Avail + 2)
-	if err != nil {
-		return err
-	}
-	return p.mem.StoreUint16(p.layout.Avail+2, index+1)
-}
-
-func (p *poster) Discarding(guestmem.GPA, uint64) {}
-
 // The device gives receive buffers back that are too short for a header. Another vCPU posts them as fast as that, and
 // the device would never pause.
 func TestAttack_short_receive_buffers_without_end_do_not_hold_a_pause_up(t *testing.T) {
@@ -132,7 +111,7 @@ func TestAttack_short_receive_buffers_without_end_do_not_hold_a_pause_up(t *test
 	mem := devicetest.NewMemory(t)
 	dev, err := New(mem, w, Config{MAC: testMAC})
 	must(t, err)
-	p := &poster{mem: mem}
+	p := &devicetest.Poster{Mem: mem}
 	mem.SetResidency(p)
 	d := devicetest.NewDriver(t, dev, mem)
 	d.Start(devicetest.AllFeatures)
@@ -142,8 +121,8 @@ func TestAttack_short_receive_buffers_without_end_do_not_hold_a_pause_up(t *test
 	q := d.Queue(queueRX)
 	must(t, q.WriteDesc(0, devicetest.Desc{Addr: devicetest.FreeGPA, Len: HeaderSize - 1, Flags: devicetest.DescWrite}))
 	must(t, q.Publish(0))
-	p.layout = e.rx.Layout()
-	p.left.Store(short)
+	p.Layout = e.rx.Layout()
+	p.Left.Store(short)
 	begin := e.rx.Work()
 	must(t, e.loop.Settle())
 	if n := e.rx.Work() - begin; n == 0 || n > devices.SettleBytes+1<<20 {

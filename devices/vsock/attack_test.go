@@ -10,9 +10,7 @@ import (
 
 	"github.com/drowse-vm/drowse/devices"
 	"github.com/drowse-vm/drowse/devices/mmio"
-	"github.com/drowse-vm/drowse/devices/virtq"
 	"github.com/drowse-vm/drowse/internal/test/devicetest"
-	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
 // A driver can start a device without queues and reset it a million times a second. None of this is a failure of the
@@ -128,32 +126,12 @@ func TestAttack_pause_does_not_wait_for_all_that_waits_for_sockets(t *testing.T)
 	})
 }
 
-// poster acts as another vCPU: each time that the device reads a descriptor of a queue, there is one more buffer.
-type poster struct {
-	mem    *guestmem.Memory
-	layout virtq.Layout
-	left   atomic.Int64
-}
-
-func (p *poster) Ensure(gpa guestmem.GPA, _ uint64) error {
-	if gpa != p.layout.Desc || p.left.Add(-1) < 0 {
-		return nil
-	}
-	index, err := p.mem.LoadUint16(p.layout.Avail + 2)
-	if err != nil {
-		return err
-	}
-	return p.mem.StoreUint16(p.layout.Avail+2, index+1)
-}
-
-func (p *poster) Discarding(guestmem.GPA, uint64) {}
-
 // The device gives receive buffers back that hold no packet. Another vCPU posts them as fast as that, and the device
 // would never pause.
 func TestAttack_short_receive_buffers_without_end_do_not_hold_a_turn_up(t *testing.T) {
 	const short = 1 << 20
 	mem := newMemory(t)
-	p := &poster{mem: mem}
+	p := &devicetest.Poster{Mem: mem}
 	mem.SetResidency(p)
 	g := inactiveGuest(t, mem, filepath.Join(t.TempDir(), "v.sock"))
 	g.activate(false)
@@ -162,8 +140,8 @@ func TestAttack_short_receive_buffers_without_end_do_not_hold_a_turn_up(t *testi
 	e := g.dev.engine
 	g.rx.descriptor(0, rxPool, headerSize, 2, 0)
 	g.rx.publish(0)
-	p.layout = g.rx.layout
-	p.left.Store(short)
+	p.Layout = g.rx.layout
+	p.Left.Store(short)
 	begin := e.rx.Work()
 	if _, err := e.popRX(&e.rxChain[0], begin); err != nil {
 		t.Fatal(err)

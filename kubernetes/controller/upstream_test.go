@@ -289,7 +289,7 @@ func (a *apiserver) kubectl(user string) func(args ...string) (string, error) {
 	a.t.Helper()
 	bin, err := exec.LookPath("kubectl")
 	if err != nil {
-		a.t.Skip("there is no kubectl")
+		a.t.Skip("kubectl is not in $PATH: install it, such as by Debian's kubernetes-client")
 	}
 	c := clientcmdapi.NewConfig()
 	c.Clusters["c"] = &clientcmdapi.Cluster{Server: a.cfg.Host, CertificateAuthorityData: a.cfg.CAData}

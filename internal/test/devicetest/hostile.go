@@ -3,9 +3,11 @@ package devicetest
 import (
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/drowse-vm/drowse/devices/virtq"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
@@ -264,3 +266,26 @@ func randomDesc(v uint64, intn func(int) int, size uint16) Desc {
 	}
 	return e
 }
+
+// A Poster acts as another vCPU: each time that a device reads the first descriptor of a queue, one more buffer is
+// available there, Left times. It is a guestmem.Residency. Layout and Left are set while the device stands still.
+type Poster struct {
+	Mem    *guestmem.Memory
+	Layout virtq.Layout
+	Left   atomic.Int64
+}
+
+// Ensure implements guestmem.Residency.
+func (p *Poster) Ensure(gpa guestmem.GPA, _ uint64) error {
+	if gpa != p.Layout.Desc || p.Left.Add(-1) < 0 {
+		return nil
+	}
+	index, err := p.Mem.LoadUint16(p.Layout.Avail + 2)
+	if err != nil {
+		return err
+	}
+	return p.Mem.StoreUint16(p.Layout.Avail+2, index+1)
+}
+
+// Discarding implements guestmem.Residency.
+func (p *Poster) Discarding(guestmem.GPA, uint64) {}
