@@ -205,6 +205,21 @@ test-scale: check-go
 	@GOBIN=$(CURDIR)/.cache/bin go install github.com/versity/versitygw/cmd/versitygw@$(VERSITYGW)
 	DROWSE_TEST_VERSITYGW=$(CURDIR)/.cache/bin/versitygw DROWSE_TEST_CLUSTER_KILLS=$(or $(KILLS),200) CGO_ENABLED=0 $(GO_TEST) -count 1 -timeout 60m -tags versitygw -v -run 'TestStore_|behind_a_network|TestCrash' ./sandbox/blob/s3 ./sandbox/archive ./sandbox/cluster
 
+# scale-proofs runs all of it at full size, with guests: 10 million simulated steps, 500 kills on each kind of store, 200 moves under load, wakes on an
+# empty host from the S3 server beside wakes where the guest has slept, and 1,000 sandboxes of a cluster. What fails does not keep the others from
+# running. Hours. Less: make scale-proofs STEPS=100000 KILLS=20 MOVES=5 WAKES=3 SANDBOXES=50.
+MOVES ?= 200
+WAKES ?= 30
+.PHONY: scale-proofs
+scale-proofs: test-state
+	@status=0; \
+	$(MAKE) scale-sim || status=1; \
+	$(MAKE) test-scale KILLS=$(or $(KILLS),500) || status=1; \
+	DROWSE_TEST_MOVES=$(MOVES) $(GO_TEST) -count 1 -timeout 5h -v -run TestGuest_moves ./sandbox/cluster || status=1; \
+	DROWSE_TEST_WAKES=$(WAKES) DROWSE_TEST_VERSITYGW=$(CURDIR)/.cache/bin/versitygw $(GO_TEST) -count 1 -timeout 5h -tags versitygw -v -run TestWake_of_a_guest ./sandbox/cluster || status=1; \
+	$(MAKE) test-kubernetes || status=1; \
+	exit $$status
+
 # test-kubernetes tests the controller on a real API server and its database, built from their modules: ten minutes the first time. The rest of a
 # cluster is the test's, and VMs are in memory. Sandboxes of the test with many: make test-kubernetes SANDBOXES=100. With a guest as well: GUEST=1.
 .PHONY: test-kubernetes
@@ -315,6 +330,12 @@ jail-proofs jail-floods: test-state
 	@bin/hwkvm --prepare
 	@DROWSE_TEST_PROGRAM=$(CURDIR)/bin/drowse $(GO_TEST) -tags workloads -count 1 -timeout 48h -v -exec "$(CURDIR)/bin/hwkvm --" \
 		./internal/test/jailproofs $(if $(filter jail-floods,$@),-run TestFloods $(FLOODS),-run 'TestCycles|TestClones|TestDays' $(JAIL))
+
+# create-proofs has 8 clients create 200 sandboxes of one template, and compares what they say that they are: some minutes. Less: CREATES='-creates 20'.
+CREATES ?= -creates 200 -clients 8
+.PHONY: create-proofs
+create-proofs: test-state
+	@$(GO_TEST) -tags workloads -count 1 -timeout 3h -v -run TestCreates ./internal/test/jailproofs $(CREATES)
 
 # example runs the program in examples/embed.
 .PHONY: example

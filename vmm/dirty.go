@@ -60,6 +60,7 @@ func (m *Machine) TakeDirtyRunning() (*guestmem.PageSet, error) {
 }
 
 func (m *Machine) takeDirty() (*guestmem.PageSet, error) {
+	m.taken = true
 	set := guestmem.NewPageSet(m.mem.Size() / guestmem.PageSize)
 	err := m.readLog(set)
 	if err == nil {
@@ -105,6 +106,32 @@ func (m *Machine) CountDirty() (uint64, error) {
 		return 0, fmt.Errorf("counting changed pages: %w", err)
 	}
 	return set.Len(), nil
+}
+
+// DirtyTaken reports whether changes were counted anew since the machine was restored, by TakeDirty.
+func (m *Machine) DirtyTaken() bool {
+	m.life.Lock()
+	defer m.life.Unlock()
+	return m.taken
+}
+
+// Evict gives pages back to the host that have not changed since the machine was restored, and that a lazy restore
+// brings again when they are touched. It returns how many. The machine must be paused, or Evict fails with
+// ErrNotPaused. After TakeDirty it does nothing: what has changed since the restore is not known any more.
+func (m *Machine) Evict() (pages uint64, err error) {
+	m.life.Lock()
+	defer m.life.Unlock()
+	switch {
+	case !m.prebuilt.cfg.TrackDirty || m.taken:
+		return 0, nil
+	case m.state != paused:
+		return 0, fmt.Errorf("giving unchanged pages back: %w", ErrNotPaused)
+	}
+	changed := guestmem.NewPageSet(m.mem.Size() / guestmem.PageSize)
+	if err := m.readLog(changed); err != nil {
+		return 0, fmt.Errorf("giving unchanged pages back: %w", err)
+	}
+	return m.mem.Evict(changed)
 }
 
 // MarkDirty marks the pages of a set from TakeDirty as changed again. A caller that took the set and could not save

@@ -52,6 +52,7 @@ const (
 	pvStealAt     = 0x3901000
 	pvEOIAt       = 0x3902000
 	pvWallAt      = 0x3903000
+	vmmArea       = 0x1900000 // where vmmWrites writes
 	lowRAM        = 64 << 20
 )
 
@@ -205,7 +206,7 @@ func pageOfImage(t *testing.T, m *Machine, mode scribbleMode, off int) uint64 {
 func vmmWrites(t *testing.T, m *Machine, f *os.File) {
 	t.Helper()
 	mem := m.Memory()
-	at := func() guestmem.GPA { return guestmem.GPA(0x1900000 + rand.Uint64N(512)*guestmem.PageSize) }
+	at := func() guestmem.GPA { return guestmem.GPA(vmmArea + rand.Uint64N(512)*guestmem.PageSize) }
 	r := byte(rand.Uint32())
 	if err := errors.Join(
 		mem.Write(at()+4090, []byte{r, r + 1, r + 2, 1, 2, 3, 4, 5}),
@@ -314,7 +315,7 @@ func areaOf(mode scribbleMode, off int) string {
 		return "steal time"
 	case off >= pvEOIAt && off < pvWallAt+guestmem.PageSize:
 		return "other KVM"
-	case off >= 0x1900000 && off < 0x1c00000:
+	case off >= vmmArea && off < vmmArea+3<<20:
 		return "VMM"
 	}
 	return "rest"

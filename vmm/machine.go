@@ -113,6 +113,7 @@ type Machine struct {
 	// life serialises Boot, Import, Start, Pause, Resume, Export, Close and the other methods that depend on state.
 	life     sync.Mutex
 	state    lifeState
+	taken    bool // TakeDirty was called
 	imported bool
 }
 

@@ -29,6 +29,8 @@ func (s *scribbler) Ensure(gpa guestmem.GPA, _ uint64) error {
 
 func (s *scribbler) Discarding(guestmem.GPA, uint64) {}
 
+func (*scribbler) Evict(*guestmem.PageSet) (uint64, error) { return 0, nil }
+
 // The device checks a frame's header in a copy while another vCPU rewrites the original. It sends the backend the
 // header that it checked.
 func TestAttack_header_that_changes_after_it_was_checked_is_not_what_is_sent(t *testing.T) {

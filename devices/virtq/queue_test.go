@@ -570,6 +570,8 @@ type failing struct{ err error }
 func (f *failing) Ensure(guestmem.GPA, uint64) error { return f.err }
 func (f *failing) Discarding(guestmem.GPA, uint64)   {}
 
+func (*failing) Evict(*guestmem.PageSet) (uint64, error) { return 0, nil }
+
 func TestMemory_that_cannot_be_loaded_is_the_hosts_error(t *testing.T) {
 	r := newRing(t, 8, 0)
 	f := &failing{}

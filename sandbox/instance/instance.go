@@ -131,6 +131,8 @@ type Instance struct {
 	pager     *pager.Pager
 	// cached has pages of snap; nil without Parts.PageCache.
 	cached *pagecache.Reader
+	// capturing is held by a capture and by evict, of which there is one at a time.
+	capturing sync.Mutex
 	// tracked reports that KVM keeps a log of the pages that change.
 	tracked bool
 	// captured reports that changes of RAM count from a snapshot, not from zeros. base is that snapshot, or nil if
@@ -817,6 +819,8 @@ type CaptureOptions struct {
 // writes only the RAM that has changed since. If it fails, the VM runs on, and the next snapshot has the changes.
 // Only one capture may run at a time.
 func (in *Instance) Capture(ctx context.Context, o CaptureOptions) (c *Capture, err error) {
+	in.capturing.Lock()
+	defer in.capturing.Unlock()
 	defer in.KeepRunning()()
 	in.adoptForkBase()
 	base := in.base

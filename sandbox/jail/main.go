@@ -377,6 +377,7 @@ func (c *child) start(ctx context.Context, o startOrder) (any, error) {
 	}
 	go c.watch(in)
 	go instance.ReleaseHeap(in.Machine().Done())
+	go in.EvictIdle()
 	entry, ready := in.Timing()
 	_, restored := in.Faults()
 	return started{

@@ -5,7 +5,7 @@
 // the snapshot, checked it, decompressed it and put all of its pages in place. New leaves chunks of 2 MiB that are
 // all zeros unregistered where it can, so the kernel fills them without asking.
 //
-// # Every page is filled exactly once
+// # Every page is filled exactly once, unless it was evicted as it was filled
 //
 // The pager divides guest RAM into chunks of 512 pages. A chunk has a mutex and two bits for each page:
 //
@@ -24,11 +24,13 @@
 //     answers every fault on a zeroed page with zeros, and does not set present, which could be wrong a moment
 //     later. Only Ensure sets present on a zeroed page: its callers hold off Discard (see package guestmem), so
 //     no madvise is on its way.
-//  4. The fast path of Ensure reads the bits without the mutex. Only Discarding clears a present bit, and
-//     Ensure's callers hold it off.
+//  4. The fast path of Ensure reads the bits without the mutex. Only Discarding and Evict clear a present bit, and
+//     Ensure's callers hold them off.
 //  5. A clear present bit is reliable only under the mutex. A fill wakes the waiting threads before it sets the
 //     bit, and they may have written to the page by then. Code that takes a missing page's content from
 //     elsewhere, as Source does, must check the bit under the mutex.
+//  6. Evict takes pages away under the mutex, while the vCPUs and devices are paused, and clears present. It spares
+//     what may have changed since the fill, so the next fill brings back what was there.
 //
 // # When a page cannot be loaded
 //

@@ -56,6 +56,9 @@ const (
 	DefaultRecordTime  = 3 * time.Second
 )
 
+// sparsePages is more than what an idle guest touches for its timers, and little of what a command needs.
+const sparsePages = 256
+
 // Options are the options of New. The zero value is valid.
 type Options struct {
 	// WorkingSet has the pages that LoadWorkingSet loads ahead of the faults, in this order, as WorkingSet of an
@@ -121,6 +124,9 @@ type Pager struct {
 	mu      sync.Mutex // guards started and closed, and wg.Add against wg.Wait
 	started bool
 	closed  bool
+
+	// sparse is how many more pages come alone after Evict.
+	sparse atomic.Int32
 
 	workers sync.Pool
 	record  record
@@ -446,6 +452,8 @@ type closedResidency struct{}
 func (closedResidency) Ensure(guestmem.GPA, uint64) error { return ErrClosed }
 func (closedResidency) Discarding(guestmem.GPA, uint64)   {}
 
+func (closedResidency) Evict(*guestmem.PageSet) (uint64, error) { return 0, nil }
+
 // hva returns the address of a page in this process.
 func (p *Pager) hva(page uint64) uintptr {
 	off := page * pageSize
@@ -575,7 +583,7 @@ func (p *Pager) ensurePage(page uint64) error {
 			c.setPresent(i, 1)
 		}
 	} else {
-		err = p.fill(c, page, p.record.add(page), w)
+		err = p.fill(c, page, p.comesAlone(page), w)
 	}
 	if err != nil {
 		if p.detached.Load() && errors.Is(err, unix.ENOENT) {
@@ -585,6 +593,12 @@ func (p *Pager) ensurePage(page uint64) error {
 	}
 	p.stats.Ensured.Add(1)
 	return nil
+}
+
+// comesAlone records a page that somebody waits for, and reports whether to fill it without the others of its frame.
+func (p *Pager) comesAlone(page uint64) bool {
+	alone := p.record.add(page)
+	return p.sparse.Load() > 0 && p.sparse.Add(-1) >= 0 || alone
 }
 
 // Discarding implements guestmem.Residency.
@@ -607,6 +621,64 @@ func (p *Pager) Discarding(gpa guestmem.GPA, n uint64) {
 		}
 		page = next
 	}
+}
+
+// Evict implements guestmem.Residency: it gives back pages that were filled with content of the snapshot and are not
+// in keep. The next sparsePages pages come back without the others of their frames, which an idle guest does not need.
+// It does nothing once Load has loaded all, since RAM does not need the snapshot then.
+func (p *Pager) Evict(keep *guestmem.PageSet) (pages uint64, err error) {
+	if err := p.enter(); err != nil {
+		return 0, err
+	}
+	defer p.leave()
+	p.sparse.Store(sparsePages)
+	for n := range p.chunks {
+		c := p.chunks[n].Load()
+		if c == nil || p.loaded.Load() || p.Err() != nil {
+			continue
+		}
+		evicted, err := p.evictChunk(c, uint64(n)*chunkPages, keep)
+		if pages += evicted; err != nil {
+			return pages, err
+		}
+	}
+	p.stats.Evicted.Add(pages)
+	return pages, nil
+}
+
+// evictChunk is Evict for the chunk that begins with page base. It holds c.mu until the pages are gone: a fill that
+// came before would leave a present bit without a page.
+func (p *Pager) evictChunk(c *chunk, base uint64, keep *guestmem.PageSet) (pages uint64, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.leaf == nil {
+		return 0, nil
+	}
+	evictable := func(i int) bool {
+		if !c.isPresent(i) || c.isZeroed(i) || keep.Has(base+uint64(i)) {
+			return false
+		}
+		_, _, stored := c.leaf.Page(i)
+		return stored // zeros take no memory
+	}
+	for i := 0; i < chunkPages; i++ {
+		first := i
+		for i < chunkPages && evictable(i) {
+			i++
+		}
+		if i == first {
+			continue
+		}
+		if err := drop(p.hva(base+uint64(first)), uint64(i-first)*pageSize); err != nil {
+			return pages, err
+		}
+		for k := first; k < i; k++ {
+			w, m := bit(k)
+			c.present[w].And(^m)
+		}
+		pages += uint64(i - first)
+	}
+	return pages, nil
 }
 
 // fill gives page its content from the snapshot, and unless it is to come alone the other missing pages of its frame.

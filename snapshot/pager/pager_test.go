@@ -285,6 +285,90 @@ func TestWrites_stay_and_neighbours_of_the_frame_do_not_come_back(t *testing.T) 
 	}
 }
 
+// Pages are evicted again and again while they are loaded ahead. All that was written stays, and all else comes back.
+func TestEvicted_pages_come_back_while_others_are_loaded(t *testing.T) {
+	dir := makeSnapshot(t, 64<<20, smallRAM)
+	p, mem := restore(t, dir, Options{})
+	o := newToucher(t)
+	changed := guestmem.NewPageSet(mem.Size() / pageSize) // as KVM's log would say
+	mine := map[uint64][]byte{}
+	for page := uint64(0); page < 3000; page += 7 {
+		b := bytes.Repeat([]byte{byte(page) | 1}, pageSize)
+		gpa := guestmem.GPA(page * pageSize)
+		var err error
+		switch page % 3 {
+		case 0:
+			err = mem.Write(gpa, b)
+		case 1:
+			err = o.write(mem, gpa, b)
+		case 2:
+			b = make([]byte, pageSize)
+			err = mem.Discard(gpa, pageSize)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		changed.Add(page, page+1)
+		mine[page] = b
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	pages := make([]uint64, 3000)
+	for i := range pages {
+		pages[i] = uint64(i)
+	}
+	for range 2 {
+		wg.Go(func() {
+			for ctx.Err() == nil {
+				if err := p.Prefetch(ctx, pages); err != nil && ctx.Err() == nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	got, want := make([]byte, pageSize), make([]byte, pageSize)
+	evicted := uint64(0)
+	for round := range 40 {
+		n, err := mem.Evict(changed)
+		if err != nil {
+			t.Fatal(err)
+		}
+		evicted += n
+		for page := uint64(round % 5); page < 3000; page += 5 {
+			read := mem.Read
+			if round%2 == 0 {
+				read = func(gpa guestmem.GPA, b []byte) error { return o.read(mem, gpa, b) }
+			}
+			if err := read(guestmem.GPA(page*pageSize), got); err != nil {
+				t.Fatal(err)
+			}
+			if expect(smallRAM, page, want); mine[page] != nil {
+				copy(want, mine[page])
+			}
+			if !bytes.Equal(got, want) {
+				t.Fatalf("round %d: page %d is wrong", round, page)
+			}
+		}
+	}
+	stop()
+	wg.Wait()
+	if evicted < 10000 || p.Stats().Evicted.Load() != evicted {
+		t.Errorf("%d pages were evicted, %d counted: that shows little", evicted, p.Stats().Evicted.Load())
+	}
+	before := committed(t, mem)
+	if n, err := mem.Evict(changed); err != nil || committed(t, mem)+n != before {
+		t.Errorf("%d of %d committed pages were evicted (%v), and %d are left", n, before, err, committed(t, mem))
+	}
+	// Once all is loaded, the snapshot may go.
+	if err := p.Load(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := mem.Evict(changed); n != 0 || err != nil {
+		t.Errorf("after Load %d pages were evicted: %v", n, err)
+	}
+}
+
 // The test discards pages while others touch them in every way. After Discard has returned, a reader sees zeros.
 // Before that, it sees the snapshot's content or zeros, and nothing in between.
 func TestDiscarded_pages_are_zero_for_ever(t *testing.T) {

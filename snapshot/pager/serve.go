@@ -91,7 +91,7 @@ func (p *Pager) resolve(page uint64, w *worker) error {
 	if err := p.Err(); err != nil {
 		return err
 	}
-	return p.fill(c, page, p.record.add(page), w)
+	return p.fill(c, page, p.comesAlone(page), w)
 }
 
 // refuse makes the threads that wait for an unavailable page get EFAULT.

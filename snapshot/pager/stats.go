@@ -16,6 +16,8 @@ type Stats struct {
 	Prefetched atomic.Uint64
 	// PagesCopied counts the pages with content that were copied into RAM.
 	PagesCopied atomic.Uint64
+	// Evicted counts the pages that Evict has given back.
+	Evicted atomic.Uint64
 	// Frames counts the frames read and decompressed, and FramesCached those that Options.Cache had.
 	Frames, FramesCached atomic.Uint64
 }

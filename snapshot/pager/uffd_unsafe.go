@@ -277,5 +277,13 @@ func revoke(hva uintptr, n uint64) error {
 	return nil
 }
 
+// drop gives pages back to the host: the next access to them faults.
+func drop(hva uintptr, n uint64) error {
+	if _, _, errno := unix.Syscall(unix.SYS_MADVISE, hva, uintptr(n), unix.MADV_DONTNEED); errno != 0 {
+		return os.NewSyscallError("madvise(MADV_DONTNEED) on guest RAM", errno)
+	}
+	return nil
+}
+
 // address returns the address of the first byte of b, for the kernel.
 func address(b []byte) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(b))) }

@@ -57,6 +57,9 @@ type Residency interface {
 	// Memory calls Discarding before it gives the pages of [gpa, gpa+n), page aligned, back to the host. They then
 	// read as zeros. Once Discarding has returned, the pager must not put stale content into these pages.
 	Discarding(gpa GPA, n uint64)
+	// Evict gives pages back to the host that are not in keep and that a fault brings again, as they are now. Meanwhile
+	// nothing else accesses guest memory. It returns how many.
+	Evict(keep *PageSet) (pages uint64, err error)
 }
 
 // Guard is called before this process changes guest RAM, so that a frozen view of RAM can save what the change
@@ -441,6 +444,22 @@ func (m *Memory) Discard(gpa GPA, n uint64) error {
 	}
 	m.markDirty(off, last-first)
 	return m.discard(off, last-first)
+}
+
+// Evict has the residency give back pages that neither the guest nor this process has changed. changed has those that
+// the guest has changed, and KVM on its behalf, since the residency was set. The machine must be paused with its
+// devices, whose system calls access guest memory at any time. Without a residency Evict does nothing.
+func (m *Memory) Evict(changed *PageSet) (pages uint64, err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.residency == nil || m.guard != nil {
+		return 0, nil
+	}
+	keep := changed.Clone()
+	for i := range m.dirty {
+		keep.words[i] |= m.dirty[i].Load()
+	}
+	return m.residency.Evict(keep)
 }
 
 func (m *Memory) markDirty(off, n uint64) {
