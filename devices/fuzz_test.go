@@ -5,8 +5,8 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
-	"fmt"
 	"io"
+	"os"
 	"runtime"
 	"sync/atomic"
 	"testing"
@@ -86,9 +86,7 @@ func newRigs(t testing.TB) []*rig {
 	ram, err := unix.MemfdCreate("disk", unix.MFD_CLOEXEC) // flushes to it cost nothing
 	must(err)
 	must(unix.Ftruncate(ram, 1<<20))
-	file, err := blk.OpenFile(fmt.Sprintf("/proc/self/fd/%d", ram), false)
-	must(errors.Join(err, unix.Close(ram)))
-	t.Cleanup(func() { file.Close() })
+	file := devicetest.NewDisk(t, os.NewFile(uintptr(ram), "disk"))
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	must(err)
 	stop := make(chan struct{})

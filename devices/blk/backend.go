@@ -33,150 +33,75 @@ type Backend interface {
 	WriteZeroes(off, n int64, mayUnmap bool) error
 }
 
-// ErrLocked means that another VM has the file open.
-var ErrLocked = errors.New("the disk image is in use by another VM")
+// ErrLocked means that someone writes to the file.
+var ErrLocked = errors.New("the disk image is being written")
 
-// File is a [Backend] on one raw image: a regular file or a block device.
-type File struct {
-	f        *os.File
-	size     int64
-	readOnly bool
+// Image is a read-only [Backend] on one raw image: a regular file or a block device.
+type Image struct {
+	f    *os.File
+	size int64
 }
 
-// OpenFile opens a raw image and locks it with flock(2): any number of readers, or one writer. It fails with
-// ErrLocked if it cannot get the lock. The size must be a positive multiple of 512 bytes.
-func OpenFile(path string, readOnly bool) (*File, error) {
-	flags := os.O_RDWR
-	if readOnly {
-		flags = os.O_RDONLY
-	}
-	f, err := os.OpenFile(path, flags|unix.O_CLOEXEC|unix.O_NOCTTY, 0)
-	if err != nil {
-		return nil, fmt.Errorf("opening a disk image: %w", err)
-	}
-	return NewFile(f, readOnly)
-}
-
-// NewFile is OpenFile for an image that is open already, for reading if readOnly, or else also for writing. It takes
-// f over, and closes it if it fails.
-func NewFile(f *os.File, readOnly bool) (*File, error) {
-	lock := unix.LOCK_EX
-	if readOnly {
-		lock = unix.LOCK_SH
-	}
-	b, err := lockFile(f, lock)
+// NewImage locks an open image with flock(2), which any number of readers share. It fails with ErrLocked if it cannot
+// get the lock. The size must be a positive multiple of 512 bytes. NewImage takes f over, and closes it if it fails.
+func NewImage(f *os.File) (*Image, error) {
+	size, err := lockImage(f)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("opening the disk image %s: %w", f.Name(), err), f.Close())
 	}
-	b.readOnly = readOnly
-	return b, nil
+	return &Image{f: f, size: size}, nil
 }
 
-// lockFile calls flock itself: device packages import only the device infrastructure of this module.
-func lockFile(f *os.File, lock int) (*File, error) {
+// lockImage calls flock itself: device packages import only the device infrastructure of this module.
+func lockImage(f *os.File) (size int64, err error) {
 	info, err := f.Stat()
 	if err != nil {
-		return nil, err
+		return 0, err
 	}
 	if m := info.Mode(); !m.IsRegular() && (m&os.ModeDevice == 0 || m&os.ModeCharDevice != 0) {
-		return nil, errors.New("it is neither a regular file nor a block device")
+		return 0, errors.New("it is neither a regular file nor a block device")
 	}
-	if err := unix.Flock(int(f.Fd()), lock|unix.LOCK_NB); err != nil {
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB); err != nil {
 		if errors.Is(err, unix.EWOULDBLOCK) {
-			return nil, fmt.Errorf("%w: stop that VM, or open the image read-only in all of them", ErrLocked)
+			return 0, fmt.Errorf("%w: wait until that is done", ErrLocked)
 		}
-		return nil, fmt.Errorf("locking it: %w", err)
+		return 0, fmt.Errorf("locking it: %w", err)
 	}
 	// Unlike stat(2), seeking also finds the size of a block device.
-	size, err := f.Seek(0, io.SeekEnd)
-	if err != nil {
-		return nil, fmt.Errorf("finding its size: %w", err)
+	if size, err = f.Seek(0, io.SeekEnd); err != nil {
+		return 0, fmt.Errorf("finding its size: %w", err)
 	}
 	if size == 0 || size%SectorSize != 0 {
-		return nil, fmt.Errorf("its size of %d bytes is not a positive multiple of %d: pad it with truncate(1)", size, SectorSize)
+		return 0, fmt.Errorf("its size of %d bytes is not a positive multiple of %d: pad it with truncate(1)", size, SectorSize)
 	}
-	return &File{f: f, size: size}, nil
+	return size, nil
 }
 
 // Close releases the file and its lock.
-func (b *File) Close() error { return b.f.Close() }
+func (b *Image) Close() error { return b.f.Close() }
 
 // Size implements [Backend].
-func (b *File) Size() int64 { return b.size }
+func (b *Image) Size() int64 { return b.size }
 
 // ReadOnly implements [Backend].
-func (b *File) ReadOnly() bool { return b.readOnly }
+func (b *Image) ReadOnly() bool { return true }
 
 // ReadExtent implements [Backend].
-func (b *File) ReadExtent(off, n int64) (*os.File, int64, int64, error) { return b.f, off, n, nil }
+func (b *Image) ReadExtent(off, n int64) (*os.File, int64, int64, error) { return b.f, off, n, nil }
 
 // WriteExtent implements [Backend].
-func (b *File) WriteExtent(off, n int64) (*os.File, int64, int64, error) {
-	if b.readOnly {
-		return nil, 0, 0, unix.EROFS
-	}
-	return b.f, off, n, nil
+func (b *Image) WriteExtent(int64, int64) (*os.File, int64, int64, error) {
+	return nil, 0, 0, unix.EROFS
 }
 
 // Wrote implements [Backend].
-func (b *File) Wrote(_, _ int64, err error) error { return err }
+func (b *Image) Wrote(_, _ int64, err error) error { return err }
 
 // Flush implements [Backend].
-func (b *File) Flush() error {
-	if b.readOnly {
-		return nil
-	}
-	if err := retry(func() error { return unix.Fdatasync(int(b.f.Fd())) }); err != nil {
-		// Always EIO: the kernel forgets a failed write-back, so the request must not be tried again.
-		return fmt.Errorf("%w: fdatasync: %v", unix.EIO, err)
-	}
-	return nil
-}
+func (b *Image) Flush() error { return nil }
 
-// Discard implements [Backend]. It does nothing where the file system cannot punch holes.
-func (b *File) Discard(off, n int64) error {
-	err := b.allocate(unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, off, n)
-	if errors.Is(err, unix.EOPNOTSUPP) {
-		return nil
-	}
-	return err
-}
+// Discard implements [Backend].
+func (b *Image) Discard(int64, int64) error { return unix.EROFS }
 
 // WriteZeroes implements [Backend].
-func (b *File) WriteZeroes(off, n int64, mayUnmap bool) error {
-	mode := uint32(unix.FALLOC_FL_ZERO_RANGE | unix.FALLOC_FL_KEEP_SIZE)
-	if mayUnmap {
-		mode = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
-	}
-	err := b.allocate(mode, off, n)
-	if !errors.Is(err, unix.EOPNOTSUPP) {
-		return err
-	}
-	for n > 0 {
-		k, err := b.f.WriteAt(zeros[:min(n, int64(len(zeros)))], off)
-		if err != nil {
-			return err
-		}
-		off, n = off+int64(k), n-int64(k)
-	}
-	return nil
-}
-
-var zeros [64 << 10]byte
-
-func (b *File) allocate(mode uint32, off, n int64) error {
-	if b.readOnly {
-		return unix.EROFS
-	}
-	return os.NewSyscallError("fallocate", retry(func() error {
-		return unix.Fallocate(int(b.f.Fd()), mode, off, n)
-	}))
-}
-
-func retry(f func() error) error {
-	for {
-		if err := f(); !errors.Is(err, unix.EINTR) {
-			return err
-		}
-	}
-}
+func (b *Image) WriteZeroes(int64, int64, bool) error { return unix.EROFS }

@@ -37,14 +37,21 @@ func newImage(t testing.TB, size int64) string {
 	return path
 }
 
-func newFile(t testing.TB, size int64, readOnly bool) *File {
+func newFile(t testing.TB, size int64, readOnly bool) Backend {
 	t.Helper()
-	f, err := OpenFile(newImage(t, size), readOnly)
+	f, err := os.OpenFile(newImage(t, size), os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { f.Close() })
-	return f
+	if !readOnly {
+		return devicetest.NewDisk(t, f)
+	}
+	b, err := NewImage(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { b.Close() })
+	return b
 }
 
 // disk is a driver that makes block requests.
@@ -391,12 +398,11 @@ func TestHost_errors_reach_the_guest_each_time_and_the_owner_once(t *testing.T) 
 
 func TestTruncated_image_is_an_IO_error_and_every_write_is_ended(t *testing.T) {
 	path := newImage(t, diskSize)
-	f, err := OpenFile(path, false)
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer f.Close()
-	b := &broken{Backend: f}
+	b := &broken{Backend: devicetest.NewDisk(t, f)}
 	d := start(t, b, Options{})
 	if err := os.Truncate(path, 4096); err != nil {
 		t.Fatal(err)
@@ -412,7 +418,7 @@ func TestTruncated_image_is_an_IO_error_and_every_write_is_ended(t *testing.T) {
 
 // layered is a disk in stripes: file, zeros, file, ...
 type layered struct {
-	*File
+	Backend
 	stripe int64
 }
 
@@ -421,11 +427,11 @@ func (l layered) ReadExtent(off, n int64) (*os.File, int64, int64, error) {
 	if off/l.stripe%2 == 1 {
 		return nil, 0, length, nil
 	}
-	return l.f, off, length, nil
+	return l.Backend.ReadExtent(off, length)
 }
 
 func (l layered) WriteExtent(off, n int64) (*os.File, int64, int64, error) {
-	return l.f, off, min(n, l.stripe-off%l.stripe), nil
+	return l.Backend.WriteExtent(off, min(n, l.stripe-off%l.stripe))
 }
 
 func TestRequests_cross_extents(t *testing.T) {
@@ -443,7 +449,7 @@ func TestRequests_cross_extents(t *testing.T) {
 	}
 }
 
-type badExtent struct{ *File }
+type badExtent struct{ Backend }
 
 func (b badExtent) ReadExtent(off, n int64) (*os.File, int64, int64, error) {
 	return nil, 0, (off/SectorSize%3 - 1) * 2 * n, nil
@@ -464,7 +470,7 @@ func TestDisk_that_gives_impossible_extents_is_a_host_error(t *testing.T) {
 }
 
 func TestWrites_are_flushed_for_a_driver_that_cannot_flush(t *testing.T) {
-	b := &flushes{File: newFile(t, diskSize, false)}
+	b := &flushes{Backend: newFile(t, diskSize, false)}
 	mem := devicetest.NewMemory(t)
 	d := disk{t, devicetest.NewDriver(t, New(b, Options{}), mem)}
 	for _, tc := range []struct {
@@ -481,13 +487,13 @@ func TestWrites_are_flushed_for_a_driver_that_cannot_flush(t *testing.T) {
 }
 
 type flushes struct {
-	*File
+	Backend
 	n int
 }
 
 func (f *flushes) Flush() error {
 	f.n++
-	return f.File.Flush()
+	return f.Backend.Flush()
 }
 
 func TestRequests_need_their_feature(t *testing.T) {
@@ -505,7 +511,7 @@ func TestState_of_another_disk_is_refused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for name, f := range map[string]*File{
+	for name, f := range map[string]Backend{
 		"larger":    newFile(t, 2*diskSize, false),
 		"read-only": newFile(t, diskSize, true),
 	} {
@@ -515,7 +521,7 @@ func TestState_of_another_disk_is_refused(t *testing.T) {
 	}
 }
 
-func TestOpenFile(t *testing.T) {
+func TestImage_is_a_whole_number_of_sectors_that_readers_share(t *testing.T) {
 	dir := t.TempDir()
 	write := func(name string, n int) string {
 		path := filepath.Join(dir, name)
@@ -524,33 +530,40 @@ func TestOpenFile(t *testing.T) {
 		}
 		return path
 	}
+	open := func(path string) (*Image, error) {
+		f, err := os.Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return NewImage(f)
+	}
 	for name, path := range map[string]string{
-		"missing":     filepath.Join(dir, "missing"),
 		"empty":       write("empty", 0),
 		"odd size":    write("odd", 1000),
 		"a directory": dir,
 		"a device":    "/dev/null",
 	} {
-		if f, err := OpenFile(path, false); err == nil {
+		if f, err := open(path); err == nil {
 			f.Close()
 			t.Errorf("%s: opened", name)
 		}
 	}
 	path := write("disk", 4096)
-	writer, err := OpenFile(path, false)
+	writer, err := os.OpenFile(path, os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, readOnly := range []bool{false, true} {
-		if _, err := OpenFile(path, readOnly); !errors.Is(err, ErrLocked) {
-			t.Errorf("opening a disk that is being written: %v, want ErrLocked", err)
-		}
+	if err := unix.Flock(int(writer.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := open(path); !errors.Is(err, ErrLocked) {
+		t.Errorf("opening a disk that is being written: %v, want ErrLocked", err)
 	}
 	if err := writer.Close(); err != nil {
 		t.Fatal(err)
 	}
 	for range 2 {
-		reader, err := OpenFile(path, true)
+		reader, err := open(path)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -558,47 +571,11 @@ func TestOpenFile(t *testing.T) {
 		if err := reader.Discard(0, 512); !errors.Is(err, unix.EROFS) {
 			t.Errorf("discarding on a read-only disk: %v", err)
 		}
+		if err := reader.WriteZeroes(0, 512, false); !errors.Is(err, unix.EROFS) {
+			t.Errorf("zeroing a read-only disk: %v", err)
+		}
 		if _, _, _, err := reader.WriteExtent(0, 512); !errors.Is(err, unix.EROFS) {
 			t.Errorf("writing to a read-only disk: %v", err)
-		}
-	}
-	if _, err := OpenFile(path, false); !errors.Is(err, ErrLocked) {
-		t.Errorf("writing to a disk that is being read: %v, want ErrLocked", err)
-	}
-}
-
-// tmpfs, which memfd_create(2) files are on, can punch holes but not zero a range.
-func TestWrite_zeroes_where_the_file_system_cannot_zero(t *testing.T) {
-	fd, err := unix.MemfdCreate("disk", unix.MFD_CLOEXEC)
-	if err != nil {
-		t.Fatal(err)
-	}
-	raw := os.NewFile(uintptr(fd), "disk")
-	defer raw.Close()
-	data := pattern(3*len(zeros), 1)
-	if _, err := raw.Write(data); err != nil {
-		t.Fatal(err)
-	}
-	if err := unix.Fallocate(fd, unix.FALLOC_FL_ZERO_RANGE, 0, 4096); !errors.Is(err, unix.EOPNOTSUPP) {
-		t.Skipf("this kernel's tmpfs zeroes ranges (%v)", err)
-	}
-	f, err := lockFile(raw, unix.LOCK_EX)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, mayUnmap := range []bool{false, true} {
-		n := int64(len(zeros) + SectorSize)
-		if err := f.WriteZeroes(SectorSize, n, mayUnmap); err != nil {
-			t.Fatal(err)
-		}
-		want := bytes.Clone(data)
-		clear(want[SectorSize : SectorSize+n])
-		got := make([]byte, len(want))
-		if _, err := raw.ReadAt(got, 0); err != nil || !bytes.Equal(got, want) {
-			t.Errorf("unmap %v: the disk differs (%v)", mayUnmap, err)
-		}
-		if _, err := raw.WriteAt(data, 0); err != nil {
-			t.Fatal(err)
 		}
 	}
 }

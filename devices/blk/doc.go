@@ -2,6 +2,6 @@
 // guest's requests into reads and writes of extents of files, which the kernel
 // moves straight between guest pages and the file.
 //
-// The device's [Backend] decides where the bytes of a disk live: in one raw file ([File]), or in a stack of
+// The device's [Backend] decides where the bytes of a disk live: in one image ([Image]), or in a stack of
 // layers.
 package blk

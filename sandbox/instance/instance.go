@@ -190,7 +190,7 @@ func (in *Instance) assemble(net netStart) (err error) {
 		if err != nil {
 			return fmt.Errorf("opening a disk image: %w", err)
 		}
-		f, err := blk.NewFile(open.OS(), true)
+		f, err := blk.NewImage(open.OS())
 		if err != nil {
 			return err
 		}

@@ -59,7 +59,7 @@ var deviceNames = []string{nameImage, nameDisk, nameVsock, nameRNG, nameBalloon,
 // world is everything behind the devices. It outlives the machines.
 type world struct {
 	dir    string
-	image  *blk.File
+	image  *blk.Image
 	disk   *disk.Disk
 	tap    *tap.Device
 	wire   *stdnet.UDPConn // to the guest's address
@@ -142,8 +142,11 @@ func newWorld(t *testing.T) *world {
 	if err := os.WriteFile(image, make([]byte, imageSize), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	var err error
-	if w.image, err = blk.OpenFile(image, true); err != nil {
+	f, err := os.Open(image)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if w.image, err = blk.NewImage(f); err != nil {
 		t.Fatal(err)
 	}
 	w.closers = append(w.closers, w.image.Close)
