@@ -11,26 +11,27 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
 // WaitService waits until a service of a running VM is ready, or ctx ends. This counts as use, so the VM does not
 // go to sleep by itself meanwhile. It returns ErrServiceNotReady if the service will not become ready.
-func (b *Sandbox) WaitService(ctx context.Context, service string) (control.ServiceStatus, error) {
+func (b *Sandbox) WaitService(ctx context.Context, service string) (records.Service, error) {
 	spec, c, err := b.serviceOf(ctx, service)
 	if err != nil {
-		return control.ServiceStatus{}, err
+		return records.Service{}, err
 	}
 	defer c.Close()
-	out := control.ServiceStatus{Service: spec}
+	out := records.Service{Service: spec}
 	for {
 		begun := time.Now()
 		g, err := c.WaitService(ctx, service)
 		if err != nil {
 			return out, err
 		}
-		out.Set(g)
+		setState(&out, g)
 		switch {
 		case g.Ready:
 			return out, nil
@@ -49,13 +50,13 @@ func (b *Sandbox) WaitService(ctx context.Context, service string) (control.Serv
 // SetService adds a service to a VM permanently, or replaces the one of that name. A running VM starts it, and
 // restarts it if it differs from before; a stopped VM starts it when it boots. If the VM sleeps, the error is
 // ErrNotRunning: wake it first. The VM's record has the service before the guest is told.
-func (b *Sandbox) SetService(ctx context.Context, spec spec.Service) (control.ServiceStatus, error) {
+func (b *Sandbox) SetService(ctx context.Context, spec spec.Service) (records.Service, error) {
 	if err := spec.Validate(); err != nil {
-		return control.ServiceStatus{}, err
+		return records.Service{}, err
 	}
 	live, err := b.changeServices(ctx, "service", spec, func(r *state.Record) error { return r.SetService(spec) })
 	if err != nil || !live {
-		return control.ServiceStatus{Service: spec}, err
+		return records.Service{Service: spec}, err
 	}
 	return b.StartService(ctx, spec.Name, false)
 }
@@ -85,32 +86,47 @@ func (b *Sandbox) RemoveService(ctx context.Context, service string) error {
 }
 
 // StartService starts a service of a running VM if it does not run; with restart, in any case.
-func (b *Sandbox) StartService(ctx context.Context, service string, restart bool) (control.ServiceStatus, error) {
+func (b *Sandbox) StartService(ctx context.Context, service string, restart bool) (records.Service, error) {
 	return b.order(ctx, service, func(c *guest.Client, spec *spec.Service) (guest.ServiceState, error) {
 		return c.SetService(ctx, control.GuestService(spec), true, restart)
 	})
 }
 
 // StopService stops a service of a running VM until it is started or the VM boots.
-func (b *Sandbox) StopService(ctx context.Context, service string) (control.ServiceStatus, error) {
+func (b *Sandbox) StopService(ctx context.Context, service string) (records.Service, error) {
 	return b.order(ctx, service, func(c *guest.Client, _ *spec.Service) (guest.ServiceState, error) {
 		return c.StopService(ctx, service, false)
 	})
 }
 
 // order gives the guest of a running VM an order about a service, and returns the status after it.
-func (b *Sandbox) order(ctx context.Context, service string, do func(*guest.Client, *spec.Service) (guest.ServiceState, error)) (control.ServiceStatus, error) {
+func (b *Sandbox) order(ctx context.Context, service string, do func(*guest.Client, *spec.Service) (guest.ServiceState, error)) (records.Service, error) {
 	spec, c, err := b.serviceOf(ctx, service)
 	if err != nil {
-		return control.ServiceStatus{}, err
+		return records.Service{}, err
 	}
 	defer c.Close()
-	out := control.ServiceStatus{Service: spec}
+	out := records.Service{Service: spec}
 	state, err := do(c, &spec)
 	if err == nil {
-		out.Set(state)
+		setState(&out, state)
 	}
 	return out, err
+}
+
+// setState takes over what the guest says of a service.
+func setState(s *records.Service, g guest.ServiceState) {
+	s.State, s.PID, s.Restarts, s.Problem = g.State, g.PID, g.Restarts, g.Problem
+	s.Ready, s.CheckProblem, s.CheckRestarts, s.ReadyAt = g.Ready, g.CheckProblem, g.CheckRestarts, nil
+	if !g.ReadyAt.IsZero() {
+		s.ReadyAt = &g.ReadyAt
+	}
+	if !g.Started.IsZero() {
+		s.Started = &g.Started
+	}
+	if g.Exit != nil {
+		s.ExitCode, s.Ended = &g.Exit.Code, &g.Ended
+	}
 }
 
 // serviceOf returns a service of a running VM, and a client that the caller must close.
@@ -128,19 +144,19 @@ func (b *Sandbox) serviceOf(ctx context.Context, service string) (spec.Service, 
 }
 
 // Services lists the services of a VM in the order of their names. It does not wake a VM that sleeps.
-func (b *Sandbox) Services(ctx context.Context) ([]control.ServiceStatus, error) {
+func (b *Sandbox) Services(ctx context.Context) ([]records.Service, error) {
 	r, err := b.host.State.Get(b.name)
 	if err != nil {
 		return nil, err
 	}
-	out := make([]control.ServiceStatus, len(r.Spec.Services))
+	out := make([]records.Service, len(r.Spec.Services))
 	for i, spec := range r.Spec.Services {
 		out[i].Service = spec
 		if r.Phase == state.Asleep {
-			out[i].State = control.ServiceAsleep
+			out[i].State = records.ServiceAsleep
 		}
 	}
-	slices.SortFunc(out, func(a, b control.ServiceStatus) int { return strings.Compare(a.Name, b.Name) })
+	slices.SortFunc(out, func(a, b records.Service) int { return strings.Compare(a.Name, b.Name) })
 	if r.Phase != state.Running || len(out) == 0 {
 		return out, nil
 	}
@@ -154,10 +170,10 @@ func (b *Sandbox) Services(ctx context.Context) ([]control.ServiceStatus, error)
 		return nil, err
 	}
 	for i := range out {
-		out[i].State = control.ServiceUnknown
+		out[i].State = records.ServiceUnknown
 		for _, g := range states {
 			if g.Name == out[i].Name {
-				out[i].Set(g)
+				setState(&out[i], g)
 			}
 		}
 	}

@@ -11,18 +11,19 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
+	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
 // service waits until a service of a VM is in a state, and returns it.
-func service(e *guesttest.Env, vm, name, state string) control.ServiceStatus {
+func service(e *guesttest.Env, vm, name, state string) records.Service {
 	e.T.Helper()
 	for deadline := time.Now().Add(10 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
 		list, err := e.Store.Sandbox(vm).Services(e.T.Context())
 		if err != nil {
 			e.T.Fatal(err)
 		}
-		var got control.ServiceStatus
+		var got records.Service
 		for _, s := range list {
 			if s.Name == name {
 				got = s
@@ -84,7 +85,7 @@ func TestServices_of_a_guest(t *testing.T) {
 
 	e.Sleep("sv")
 	list, err := e.Store.Sandbox("sv").Services(t.Context())
-	if err != nil || len(list) != 2 || list[1].Name != "keep" || list[1].State != control.ServiceAsleep {
+	if err != nil || len(list) != 2 || list[1].Name != "keep" || list[1].State != records.ServiceAsleep {
 		t.Errorf("asleep they are %+v, %v", list, err)
 	}
 	if _, err := e.Store.Sandbox("sv").SetService(t.Context(), keep); !errors.Is(err, sandbox.ErrNotRunning) {

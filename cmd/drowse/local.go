@@ -4,7 +4,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"runtime"
@@ -28,6 +27,7 @@ import (
 
 // local is the state directory of this host.
 type local struct {
+	*fleet.Fleet
 	a     *app
 	h     *sandbox.Host
 	ahead *sandbox.Host // nil until ready
@@ -38,7 +38,7 @@ func (a *app) local() (place, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &local{a: a, h: h}, nil
+	return &local{Fleet: fleet.New(h, fleet.Options{}), a: a, h: h}, nil
 }
 
 // ready makes a host that can start VMs.
@@ -49,33 +49,11 @@ func (l *local) ready(ctx context.Context) (err error) {
 	return err
 }
 
-func (l *local) fleet() *fleet.Fleet { return fleet.New(l.h, fleet.Options{}) }
-
-func (l *local) List(ctx context.Context, f records.Filter) (records.List, error) {
-	return l.fleet().List(ctx, f)
-}
-
-func (l *local) Get(ctx context.Context, name string) (records.Sandbox, error) {
-	return l.fleet().Get(ctx, name)
-}
-
-func (l *local) History(ctx context.Context, name string, span records.Span) (records.History, error) {
-	return l.fleet().History(ctx, name, span)
-}
-
-func (l *local) Update(ctx context.Context, name string, c records.Changes) (records.Sandbox, error) {
-	return l.fleet().Update(ctx, name, c)
-}
-
 func (l *local) Rename(ctx context.Context, name, to string) (records.Sandbox, error) {
 	if err := l.h.State.Rename(ctx, name, to); err != nil {
 		return records.Sandbox{}, err
 	}
 	return l.Get(ctx, to)
-}
-
-func (l *local) Prune(ctx context.Context, dryRun bool) (records.Pruned, error) {
-	return l.fleet().Prune(ctx, dryRun)
 }
 
 func (l *local) Sleep(ctx context.Context, name string, o spec.SleepOptions) (spec.SleepResult, error) {
@@ -126,10 +104,6 @@ func (l *local) RemoveSnapshot(ctx context.Context, snapshot string) error {
 }
 
 func (l *local) snapshots(context.Context) ([]spec.SnapshotInfo, error) { return l.h.State.Snapshots() }
-
-func (l *local) inspect(ctx context.Context, name string) (json.RawMessage, error) {
-	return l.h.Sandbox(name).Inspect(ctx)
-}
 
 func (l *local) idle(_ context.Context, name string) (spec.Idle, spec.Hooks, error) {
 	r, err := l.h.State.Get(name)
@@ -293,18 +267,6 @@ func (l *local) removeImage(ctx context.Context, ref string) (wire.ImageRemoved,
 	}
 	r, err := removeImage(ctx, l.h, s, ref)
 	return wire.ImageRemoved{ID: r.ID, Untagged: some(r.Untagged), Deleted: r.Deleted}, err
-}
-
-func (l *local) secrets(ctx context.Context, name string) ([]spec.SecretState, error) {
-	return l.h.Sandbox(name).Secrets(ctx)
-}
-
-func (l *local) setSecrets(ctx context.Context, name string, list []spec.Secret) error {
-	return l.h.Sandbox(name).SetSecrets(ctx, list...)
-}
-
-func (l *local) removeSecrets(ctx context.Context, name string, secrets ...string) error {
-	return l.h.Sandbox(name).RemoveSecrets(ctx, secrets...)
 }
 
 // isMissingImage reports whether an image was not found.

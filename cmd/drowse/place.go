@@ -38,7 +38,6 @@ type place interface {
 	ready(context.Context) error
 	// note explains the state of a VM; pid is its process, where that is known.
 	note(context.Context, records.Sandbox) (pid int, note string, err error)
-	inspect(ctx context.Context, name string) (json.RawMessage, error)
 	idle(ctx context.Context, name string) (spec.Idle, spec.Hooks, error)
 	run(context.Context, *runRequest) error
 	start(ctx context.Context, name string, discardMemory bool) (cameUp, error)
@@ -62,9 +61,6 @@ type place interface {
 	// log writes the console of a VM: its last lines, or all if lines is negative.
 	log(ctx context.Context, name string, o logOptions, w io.Writer) error
 	events(ctx context.Context, o eventOptions, give func(events.Event) error) error
-	secrets(ctx context.Context, name string) ([]spec.SecretState, error)
-	setSecrets(ctx context.Context, name string, list []spec.Secret) error
-	removeSecrets(ctx context.Context, name string, secrets ...string) error
 	// guest connects to a VM, and wakes it first.
 	guest(ctx context.Context, name string) (inGuest, error)
 	cp(ctx context.Context, src, dst vmPath, o copyOptions) (any, error)
@@ -91,15 +87,19 @@ type place interface {
 	vm(name string) handle
 }
 
-// handle is a VM by its name, which need not exist. Exported methods are those of client.Sandbox.
+// handle is a VM by its name, which need not exist. Exported methods are those of client.Sandbox or sandbox.Sandbox.
 type handle interface {
-	Services(context.Context) ([]wire.Service, error)
-	SetService(context.Context, wire.SetService) (wire.Service, error)
+	Inspect(context.Context) (json.RawMessage, error)
+	Secrets(context.Context) ([]spec.SecretState, error)
+	SetSecrets(context.Context, ...spec.Secret) error
+	RemoveSecrets(ctx context.Context, names ...string) error
+	Services(context.Context) ([]records.Service, error)
+	SetService(context.Context, wire.SetService) (records.Service, error)
 	RemoveService(ctx context.Context, service string) error
-	StartService(ctx context.Context, service string, restart bool) (wire.Service, error)
-	StopService(ctx context.Context, service string) (wire.Service, error)
+	StartService(ctx context.Context, service string, restart bool) (records.Service, error)
+	StopService(ctx context.Context, service string) (records.Service, error)
 	// WaitService also returns what is known of a service that does not become ready.
-	WaitService(ctx context.Context, service string) (wire.Service, error)
+	WaitService(ctx context.Context, service string) (records.Service, error)
 	ServiceLog(ctx context.Context, service string, w io.Writer, follow bool) error
 	Diff(ctx context.Context, limit int, f func(wire.Diff) error) error
 	Network(context.Context) (spec.NetworkStats, error)

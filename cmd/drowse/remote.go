@@ -225,12 +225,8 @@ func (r *farHost) note(_ context.Context, b records.Sandbox) (pid int, note stri
 	return 0, b.Problem, nil
 }
 
-func (r *farHost) inspect(ctx context.Context, name string) (json.RawMessage, error) {
-	return r.Sandbox(name).Inspect(ctx)
-}
-
 func (r *farHost) idle(ctx context.Context, name string) (spec.Idle, spec.Hooks, error) {
-	text, err := r.inspect(ctx, name)
+	text, err := r.Sandbox(name).Inspect(ctx)
 	var is struct {
 		Spec struct {
 			Idle  spec.Idle  `json:"idle"`
@@ -492,28 +488,6 @@ func (r *farHost) events(ctx context.Context, o eventOptions, give func(events.E
 		}
 		return give(e)
 	})
-}
-
-func (r *farHost) secrets(ctx context.Context, name string) ([]spec.SecretState, error) {
-	return r.Sandbox(name).Secrets(ctx)
-}
-
-func (r *farHost) setSecrets(ctx context.Context, name string, list []spec.Secret) error {
-	for _, l := range list {
-		if err := r.Sandbox(name).SetSecret(ctx, l); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func (r *farHost) removeSecrets(ctx context.Context, name string, secrets ...string) error {
-	for _, s := range secrets {
-		if err := r.Sandbox(name).RemoveSecret(ctx, s); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 func (r *farHost) info(ctx context.Context) (infoDoc, error) {

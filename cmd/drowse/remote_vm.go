@@ -37,7 +37,7 @@ func (r *farHost) awake(ctx context.Context, name string) error {
 }
 
 // WaitService goes on when the server's time for one request is over.
-func (v farVM) WaitService(ctx context.Context, service string) (wire.Service, error) {
+func (v farVM) WaitService(ctx context.Context, service string) (records.Service, error) {
 	for {
 		st, err := v.Sandbox.WaitService(ctx, service)
 		if err == nil || ctx.Err() != nil {
@@ -55,14 +55,32 @@ func (v farVM) WaitService(ctx context.Context, service string) (wire.Service, e
 }
 
 // known returns what the server says of a service, if it does.
-func (v farVM) known(ctx context.Context, service string) wire.Service {
+func (v farVM) known(ctx context.Context, service string) records.Service {
 	list, _ := v.Services(ctx) // for an error that there is already
 	for _, st := range list {
 		if st.Name == service {
 			return st
 		}
 	}
-	return wire.Service{}
+	return records.Service{}
+}
+
+func (v farVM) SetSecrets(ctx context.Context, list ...spec.Secret) error {
+	for _, s := range list {
+		if err := v.SetSecret(ctx, s); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (v farVM) RemoveSecrets(ctx context.Context, names ...string) error {
+	for _, n := range names {
+		if err := v.RemoveSecret(ctx, n); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (v farVM) flows(ctx context.Context, follow bool, f func(netpolicy.FlowRecord) error) error {

@@ -61,7 +61,7 @@ func (a *app) secretSetCommand() *cobra.Command {
 					return err
 				}
 			}
-			err = p.setSecrets(cmd.Context(), args[0], list)
+			err = p.vm(args[0]).SetSecrets(cmd.Context(), list...)
 			return a.answer(map[string]any{"name": args[0], "set": secretNames(list)}, err, func(io.Writer) {})
 		}),
 	}
@@ -78,7 +78,7 @@ func (a *app) secretListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls NAME", Short: "List the secrets of a VM, without values", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
-			list, err := p.secrets(cmd.Context(), args[0])
+			list, err := p.vm(args[0]).Secrets(cmd.Context())
 			return answerList(a, list, err, "SECRET\tVALUE\tMODE\tOWNER\tAFTER A WAKE", func(l spec.SecretState) []any {
 				value, after := "awaited", "gone"
 				if l.Present {
@@ -104,7 +104,7 @@ func (a *app) secretRemoveCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "rm NAME SECRET...", Short: "Remove secrets from a VM", Args: cobra.MinimumNArgs(2), ValidArgsFunction: a.completeVM,
 		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
-			err := p.removeSecrets(cmd.Context(), args[0], args[1:]...)
+			err := p.vm(args[0]).RemoveSecrets(cmd.Context(), args[1:]...)
 			return a.answer(map[string]any{"name": args[0], "removed": args[1:]}, err, func(io.Writer) {})
 		}),
 	}
@@ -207,12 +207,12 @@ func give(ctx context.Context, p place, name string, list []spec.Secret, transie
 	if len(list) == 0 {
 		return nil, nil
 	}
-	there, err := p.secrets(ctx, name)
+	there, err := p.vm(name).Secrets(ctx)
 	if err != nil {
 		return nil, err
 	}
 	own, others := asTheyAre(list, there, transient)
-	return others, p.setSecrets(ctx, name, own)
+	return others, p.vm(name).SetSecrets(ctx, own...)
 }
 
 // asTheyAre gives each secret the file and lifetime of the existing one of its name. The others are transient or
@@ -239,7 +239,7 @@ func lendSecrets(ctx context.Context, p place, name string, list []spec.Secret) 
 	return func() {
 		for _, n := range lent {
 			// One by one: a secret may have gone with a sleep meanwhile, or its VM may have ended.
-			_ = p.removeSecrets(context.WithoutCancel(ctx), name, n)
+			_ = p.vm(name).RemoveSecrets(context.WithoutCancel(ctx), n)
 		}
 	}, err
 }

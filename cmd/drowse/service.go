@@ -20,7 +20,7 @@ import (
 const serviceRunning = "running"
 
 func (a *app) serviceCommand() *cobra.Command {
-	type order = func(handle, context.Context, string) (wire.Service, error)
+	type order = func(handle, context.Context, string) (records.Service, error)
 	do := func(use, short string, f order) *cobra.Command {
 		return &cobra.Command{
 			Use: use + " NAME SERVICE", Short: short, Args: cobra.ExactArgs(2), ValidArgsFunction: a.completeVM,
@@ -31,7 +31,7 @@ func (a *app) serviceCommand() *cobra.Command {
 		}
 	}
 	start := func(again bool) order {
-		return func(b handle, ctx context.Context, name string) (wire.Service, error) {
+		return func(b handle, ctx context.Context, name string) (records.Service, error) {
 			return b.StartService(ctx, name, again)
 		}
 	}
@@ -172,7 +172,7 @@ func (a *app) serviceStatusCommand() *cobra.Command {
 }
 
 // serviceLine returns the state of a service as one line.
-func serviceLine(l wire.Service) string {
+func serviceLine(l records.Service) string {
 	line := l.Name + " " + l.State
 	if l.Ready {
 		line += ", ready"
@@ -225,7 +225,7 @@ func (a *app) serviceListCommand() *cobra.Command {
 		Use: "ls NAME", Short: "List the services of a VM; a sleeping one is not woken", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeVM,
 		RunE: a.there(func(cmd *cobra.Command, args []string, p place) error {
 			list, err := p.vm(args[0]).Services(cmd.Context())
-			return answerList(a, list, err, "SERVICE\tSTATE\tREADY\tPID\tRESTARTS\tSTARTED\tLAST EXIT\tCOMMAND", func(l wire.Service) []any {
+			return answerList(a, list, err, "SERVICE\tSTATE\tREADY\tPID\tRESTARTS\tSTARTED\tLAST EXIT\tCOMMAND", func(l records.Service) []any {
 				ready, pid, started, exit := "-", "-", "-", "-"
 				switch {
 				case l.Ready:

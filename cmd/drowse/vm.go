@@ -500,7 +500,7 @@ func (a *app) inspectCommand() *cobra.Command {
 			var list []json.RawMessage
 			var errs []error
 			for _, name := range args {
-				v, err := p.inspect(cmd.Context(), name)
+				v, err := p.vm(name).Inspect(cmd.Context())
 				if err != nil {
 					errs = append(errs, err)
 					continue

@@ -65,20 +65,12 @@ var foreign = map[int64]string{
 	unix.DEVPTS_SUPER_MAGIC: "devpts",
 }
 
-// Open opens a directory for New. What the device makes in it will belong to the directory's present owner and
-// group. Open fails if the path is no directory, and for file systems such as proc and sysfs.
-func Open(path string, writable bool) (*Dir, error) {
-	f, err := os.OpenFile(path, OpenFlags, 0)
-	if err != nil {
-		return nil, fmt.Errorf("opening the shared directory: %w", err)
-	}
-	return NewDir(f, writable)
-}
-
 // OpenFlags are the flags of open(2) for the directory of NewDir.
 const OpenFlags = unix.O_PATH | unix.O_DIRECTORY | unix.O_CLOEXEC
 
-// NewDir is Open for a directory that was opened with OpenFlags. It takes f over, and closes it if it fails.
+// NewDir makes a directory for New of one that was opened with OpenFlags. What the device makes in it will belong to the
+// directory's present owner and group. NewDir takes f over, and closes it if it fails: for file systems such as proc
+// and sysfs.
 func NewDir(f *os.File, writable bool) (*Dir, error) {
 	fd, path := int(f.Fd()), f.Name()
 	d := &Dir{f: f, fd: fd, writable: writable}

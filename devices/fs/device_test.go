@@ -31,9 +31,17 @@ func needRoot(t testing.TB) {
 	}
 }
 
+func tryDir(path string, writable bool) (*Dir, error) {
+	f, err := os.OpenFile(path, OpenFlags, 0)
+	if err != nil {
+		return nil, err
+	}
+	return NewDir(f, writable)
+}
+
 func openDir(t testing.TB, path string, writable bool) *Dir {
 	t.Helper()
-	d, err := Open(path, writable)
+	d, err := tryDir(path, writable)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -702,46 +710,9 @@ func TestOpen_refuses_what_is_no_directory_of_files(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, path := range []string{file, file + "-missing", "/proc", "/sys", "/proc/self/fd"} {
-		if d, err := Open(path, false); err == nil {
+		if d, err := tryDir(path, false); err == nil {
 			d.Close()
 			t.Errorf("%s was opened", path)
 		}
-	}
-}
-
-func TestOpenAhead_spares_the_path_of_open_files(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "f")
-	if err := os.WriteFile(path, []byte("here"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	for range 2 {
-		if err := OpenAhead(); err != nil {
-			t.Fatal(err)
-		}
-	}
-	defer func() { ahead.Swap(nil).Close() }()
-	fd, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	f := &file{fd: fd}
-	defer f.close()
-	if dir, name := f.proc(); dir < 0 || strings.Contains(name, "/") {
-		t.Errorf("it is opened as %s below %d", name, dir)
-	}
-	other, err := f.reopen(unix.O_RDONLY)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer unix.Close(other)
-	got := make([]byte, 9)
-	if n, err := unix.Read(other, got); err != nil || string(got[:n]) != "here" {
-		t.Errorf("it has %q, %v", got[:n], err)
-	}
-	if err := f.chmod(0o640); err != nil {
-		t.Error(err)
-	}
-	if st, err := os.Stat(path); err != nil || st.Mode() != 0o640 {
-		t.Errorf("its mode is %v, %v", st.Mode(), err)
 	}
 }

@@ -2,10 +2,7 @@ package fs
 
 import (
 	"errors"
-	"fmt"
-	"os"
 	"strconv"
-	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 )
@@ -50,43 +47,16 @@ func (f *file) stat() error {
 
 const procFDs = "/proc/self/fd"
 
-// ahead is the directory procFDs that OpenAhead has opened, or nil.
-var ahead atomic.Pointer[os.File]
+// proc returns a path that names this very file to calls that take no O_PATH descriptor (proc(5)).
+func (f *file) proc() string { return procFDs + "/" + strconv.Itoa(f.fd) }
 
-// OpenAhead opens what devices need besides their directories, for a process that can open no path later.
-func OpenAhead() error {
-	if ahead.Load() != nil {
-		return nil
-	}
-	f, err := os.OpenFile(procFDs, OpenFlags, 0)
-	if err != nil {
-		return fmt.Errorf("opening the list of open files: %w: mount /proc", err)
-	}
-	if !ahead.CompareAndSwap(nil, f) {
-		return f.Close()
-	}
-	return nil
-}
-
-// proc returns a path below dir that names this very file to calls that take no O_PATH descriptor (proc(5)).
-func (f *file) proc() (dir int, path string) {
-	if d := ahead.Load(); d != nil {
-		return int(d.Fd()), strconv.Itoa(f.fd)
-	}
-	return unix.AT_FDCWD, procFDs + "/" + strconv.Itoa(f.fd)
-}
-
-func (f *file) chmod(mode uint32) error {
-	dir, path := f.proc()
-	return unix.Fchmodat(dir, path, mode, 0)
-}
+func (f *file) chmod(mode uint32) error { return unix.Fchmodat(unix.AT_FDCWD, f.proc(), mode, 0) }
 
 // reopen opens the file for reading or writing. The caller has checked that it is a regular file or a directory,
 // so opening it cannot block and has no other effect.
 func (f *file) reopen(flags int) (fd int, err error) {
-	dir, path := f.proc()
 	err = retry(func() (err error) {
-		fd, err = unix.Openat(dir, path, flags|unix.O_CLOEXEC|unix.O_NOCTTY|unix.O_NONBLOCK, 0)
+		fd, err = unix.Openat(unix.AT_FDCWD, f.proc(), flags|unix.O_CLOEXEC|unix.O_NOCTTY|unix.O_NONBLOCK, 0)
 		return err
 	})
 	return fd, err

@@ -36,17 +36,16 @@ func resourceRoutes() []route {
 	get, put, post, del := http.MethodGet, http.MethodPut, http.MethodPost, http.MethodDelete
 	const secrets, services = onOne + "/secrets", onOne + "/services"
 	// service returns a route that does something with a service of a running sandbox.
-	service := func(verb, says string, do func(*sandbox.Sandbox, context.Context, string) (control.ServiceStatus, error)) route {
+	service := func(verb, says string, do func(*sandbox.Sandbox, context.Context, string) (records.Service, error)) route {
 		return route{
-			method: post, path: services + "/{service}/" + verb, scope: ScopeCreate, op: verb + " service", says: says, takes: wire.Empty{}, gives: wire.Service{},
-			serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (wire.Service, error) {
-				st, err := do(b, ctx, r.PathValue("service"))
-				return wire.Service(st), err
+			method: post, path: services + "/{service}/" + verb, scope: ScopeCreate, op: verb + " service", says: says, takes: wire.Empty{}, gives: records.Service{},
+			serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (records.Service, error) {
+				return do(b, ctx, r.PathValue("service"))
 			}),
 		}
 	}
-	start := func(again bool) func(*sandbox.Sandbox, context.Context, string) (control.ServiceStatus, error) {
-		return func(b *sandbox.Sandbox, ctx context.Context, name string) (control.ServiceStatus, error) {
+	start := func(again bool) func(*sandbox.Sandbox, context.Context, string) (records.Service, error) {
+		return func(b *sandbox.Sandbox, ctx context.Context, name string) (records.Service, error) {
 			return b.StartService(ctx, name, again)
 		}
 	}
@@ -64,29 +63,24 @@ func resourceRoutes() []route {
 		})},
 		{method: get, path: services, scope: ScopeRead, op: "list services", says: "List the services of a sandbox, which is not woken.", gives: wire.Services{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, _ *request) (wire.Services, error) {
 			list, err := b.Services(ctx)
-			out := wire.Services{Services: make([]wire.Service, len(list))}
-			for i, st := range list {
-				out.Services[i] = wire.Service(st)
-			}
-			return out, err
+			return wire.Services{Services: list}, err
 		})},
-		{method: put, path: services + "/{service}", scope: ScopeCreate, op: "set service", says: "Add or replace a service. A running sandbox starts it.", takes: wire.SetService{}, needsBody: true, gives: wire.Service{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (wire.Service, error) {
+		{method: put, path: services + "/{service}", scope: ScopeCreate, op: "set service", says: "Add or replace a service. A running sandbox starts it.", takes: wire.SetService{}, needsBody: true, gives: records.Service{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (records.Service, error) {
 			m := r.body.(*wire.SetService)
 			want := m.Service
 			if name := r.PathValue("service"); want.Name == "" {
 				want.Name = name
 			} else if want.Name != name {
-				return wire.Service{}, spec.InField("name", fmt.Errorf("%w: the service is called %.64q in the path and %.64q in the body", sandbox.ErrSpec, name, want.Name))
+				return records.Service{}, spec.InField("name", fmt.Errorf("%w: the service is called %.64q in the path and %.64q in the body", sandbox.ErrSpec, name, want.Name))
 			}
 			if m.ImageConfig {
 				c, err := b.Command(guest.Cmd{Env: want.Env, Dir: want.Dir, User: want.User})
 				if err != nil {
-					return wire.Service{}, err
+					return records.Service{}, err
 				}
 				want.Env, want.Dir, want.User = c.Env, c.Dir, c.User
 			}
-			st, err := b.SetService(ctx, want)
-			return wire.Service(st), err
+			return b.SetService(ctx, want)
 		})},
 		{method: del, path: services + "/{service}", scope: ScopeCreate, op: "remove service", says: "Stop and remove a service.", gives: wire.Empty{}, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (wire.Empty, error) {
 			return wire.Empty{}, b.RemoveService(ctx, r.PathValue("service"))
@@ -95,17 +89,16 @@ func resourceRoutes() []route {
 		service("restart", "Start a service of a running sandbox anew.", start(true)),
 		service("stop", "Stop a service until it is started or the sandbox boots.", (*sandbox.Sandbox).StopService),
 		{
-			method: get, path: services + "/{service}/wait", scope: ScopeRead, op: "wait for service", says: "Wait until a service of a running sandbox is ready, which keeps the sandbox awake.", gives: wire.Service{}, room: roomStreams,
+			method: get, path: services + "/{service}/wait", scope: ScopeRead, op: "wait for service", says: "Wait until a service of a running sandbox is ready, which keeps the sandbox awake.", gives: records.Service{}, room: roomStreams,
 			query: []param{{name: "timeout_seconds", says: "60 by default, at most 600", integer: true}}, limit: waitTime + readTime,
-			serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (wire.Service, error) {
+			serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (records.Service, error) {
 				n, err := r.number("timeout_seconds", 60, 1, int64(waitTime/time.Second))
 				if err != nil {
-					return wire.Service{}, err
+					return records.Service{}, err
 				}
 				ctx, cancel := context.WithTimeout(ctx, time.Duration(n)*time.Second)
 				defer cancel()
-				st, err := b.WaitService(ctx, r.PathValue("service"))
-				return wire.Service(st), err
+				return b.WaitService(ctx, r.PathValue("service"))
 			}),
 		},
 		{

@@ -48,46 +48,5 @@ func GuestService(s *spec.Service) guest.Service {
 	return u
 }
 
-// ServiceStatus is a service of a VM with its state.
-type ServiceStatus struct {
-	spec.Service
-	// State is a guest.ServiceState while the VM runs, or "unknown" for a service that the guest does not know:
-	// start it. If the VM does not run, it is "asleep" or empty.
-	State    string     `json:"state,omitempty"`
-	PID      int        `json:"pid,omitempty"`
-	Restarts uint64     `json:"restarts"`
-	Started  *time.Time `json:"started,omitempty"`
-	// ExitCode, as a shell gives it, and Ended belong to the last run that ended.
-	ExitCode *int       `json:"exit_code,omitempty"`
-	Ended    *time.Time `json:"ended,omitempty"`
-	Problem  string     `json:"problem,omitempty"`
-	// Ready reports that it runs and that its check has passed since its start, at ReadyAt. CheckProblem is why
-	// the last check failed. CheckRestarts counts the restarts because of failed checks.
-	Ready         bool       `json:"ready"`
-	ReadyAt       *time.Time `json:"ready_at,omitempty"`
-	CheckProblem  string     `json:"check_problem,omitempty"`
-	CheckRestarts uint64     `json:"check_restarts,omitempty"`
-}
-
 // ErrServiceNotReady means that a service has stopped, ended or failed, and will not become ready by itself.
 var ErrServiceNotReady = errors.New("the service is not ready, and will not be by itself")
-
-// States of services that only the host knows.
-const (
-	ServiceUnknown = "unknown"
-	ServiceAsleep  = "asleep"
-)
-
-func (s *ServiceStatus) Set(g guest.ServiceState) {
-	s.State, s.PID, s.Restarts, s.Problem = g.State, g.PID, g.Restarts, g.Problem
-	s.Ready, s.CheckProblem, s.CheckRestarts, s.ReadyAt = g.Ready, g.CheckProblem, g.CheckRestarts, nil
-	if !g.ReadyAt.IsZero() {
-		s.ReadyAt = &g.ReadyAt
-	}
-	if !g.Started.IsZero() {
-		s.Started = &g.Started
-	}
-	if g.Exit != nil {
-		s.ExitCode, s.Ended = &g.Exit.Code, &g.Ended
-	}
-}

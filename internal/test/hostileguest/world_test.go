@@ -205,14 +205,16 @@ func (w *world) makeInNamespace() error {
 		return fmt.Errorf("making the shared directory: %w", err)
 	}
 	var err error
-	if w.share, err = fs.Open(dir, true); err != nil {
-		return err
+	for _, to := range []**fs.Dir{&w.share, &w.mirror} {
+		f, err := os.OpenFile(dir, fs.OpenFlags, 0)
+		if err != nil {
+			return err
+		}
+		if *to, err = fs.NewDir(f, to == &w.share); err != nil {
+			return err
+		}
+		w.closers = append(w.closers, (*to).Close)
 	}
-	w.closers = append(w.closers, w.share.Close)
-	if w.mirror, err = fs.Open(dir, false); err != nil {
-		return err
-	}
-	w.closers = append(w.closers, w.mirror.Close)
 	if w.shared, err = unix.Open(dir, unix.O_DIRECTORY|unix.O_CLOEXEC, 0); err != nil {
 		return err
 	}

@@ -97,8 +97,8 @@ func (c *Client) SecretSources(ctx context.Context) ([]wire.SecretSource, error)
 }
 
 // SetService adds or replaces a service.
-func (b *Sandbox) SetService(ctx context.Context, s wire.SetService) (wire.Service, error) {
-	return ask[wire.Service](ctx, b, "set service", http.MethodPut, "/services/"+url.PathEscape(s.Name), s)
+func (b *Sandbox) SetService(ctx context.Context, s wire.SetService) (records.Service, error) {
+	return ask[records.Service](ctx, b, "set service", http.MethodPut, "/services/"+url.PathEscape(s.Name), s)
 }
 
 // RemoveService stops and removes a service.
@@ -108,28 +108,28 @@ func (b *Sandbox) RemoveService(ctx context.Context, name string) error {
 }
 
 // Services lists services.
-func (b *Sandbox) Services(ctx context.Context) ([]wire.Service, error) {
+func (b *Sandbox) Services(ctx context.Context) ([]records.Service, error) {
 	l, err := ask[wire.Services](ctx, b, "list services", http.MethodGet, "/services", nil)
 	return l.Services, err
 }
 
 // StartService starts a service; with restart, in any case.
-func (b *Sandbox) StartService(ctx context.Context, name string, restart bool) (wire.Service, error) {
+func (b *Sandbox) StartService(ctx context.Context, name string, restart bool) (records.Service, error) {
 	verb := "start"
 	if restart {
 		verb = "restart"
 	}
-	return ask[wire.Service](ctx, b, verb+" service", http.MethodPost, "/services/"+url.PathEscape(name)+"/"+verb, nil)
+	return ask[records.Service](ctx, b, verb+" service", http.MethodPost, "/services/"+url.PathEscape(name)+"/"+verb, nil)
 }
 
 // StopService stops a service until it is started or the sandbox boots.
-func (b *Sandbox) StopService(ctx context.Context, name string) (wire.Service, error) {
-	return ask[wire.Service](ctx, b, "stop service", http.MethodPost, "/services/"+url.PathEscape(name)+"/stop", nil)
+func (b *Sandbox) StopService(ctx context.Context, name string) (records.Service, error) {
+	return ask[records.Service](ctx, b, "stop service", http.MethodPost, "/services/"+url.PathEscape(name)+"/stop", nil)
 }
 
 // WaitService waits until a service is ready, 10 min at most.
-func (b *Sandbox) WaitService(ctx context.Context, name string) (wire.Service, error) {
-	return ask[wire.Service](ctx, b, "wait for service", http.MethodGet, "/services/"+url.PathEscape(name)+"/wait?timeout_seconds=600", nil)
+func (b *Sandbox) WaitService(ctx context.Context, name string) (records.Service, error) {
+	return ask[records.Service](ctx, b, "wait for service", http.MethodGet, "/services/"+url.PathEscape(name)+"/wait?timeout_seconds=600", nil)
 }
 
 // ServiceLog writes the newest output of a service to w, and with follow what comes, until ctx ends.

@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
+	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -46,28 +47,9 @@ type SecretSource struct {
 // SecretSourceKinds are the values of SecretSource.Kind.
 var SecretSourceKinds = []string{"file", "command", "env", "credential"}
 
-// Service is a service with its state: what `drowse service ls -o json` has of one.
-type Service struct {
-	spec.Service
-	// State is one of ServiceStates, or empty for a sandbox that does not run.
-	State    string     `json:"state,omitempty"`
-	PID      int        `json:"pid,omitempty"`
-	Restarts uint64     `json:"restarts"`
-	Started  *time.Time `json:"started,omitempty"`
-	// ExitCode, as a shell gives it, and Ended belong to the last run that ended.
-	ExitCode *int       `json:"exit_code,omitempty"`
-	Ended    *time.Time `json:"ended,omitempty"`
-	Problem  string     `json:"problem,omitempty"`
-	// Ready reports that it runs and that its check has passed since its start, at ReadyAt.
-	Ready         bool       `json:"ready"`
-	ReadyAt       *time.Time `json:"ready_at,omitempty"`
-	CheckProblem  string     `json:"check_problem,omitempty"`
-	CheckRestarts uint64     `json:"check_restarts,omitempty"`
-}
-
 // Services is GET /v1/sandboxes/NAME/services.
 type Services struct {
-	Services []Service `json:"services"`
+	Services []records.Service `json:"services"`
 }
 
 // SetService is PUT /v1/sandboxes/NAME/services/SERVICE: a spec.Service without its name.
