@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"net/url"
@@ -76,21 +77,22 @@ func (c *Client) show(h http.Header) {
 // Do sends a request and returns its answer, whatever the status. The caller must close its body. path begins with
 // a slash. body is sent as JSON; nil sends none.
 func (c *Client) Do(ctx context.Context, method, path string, body any) (*http.Response, error) {
-	var send io.Reader
-	if body != nil {
-		text, err := json.Marshal(body)
-		if err != nil {
-			return nil, err
-		}
-		send = bytes.NewReader(text)
+	if body == nil {
+		return c.send(ctx, method, path, nil, nil)
 	}
-	req, err := http.NewRequestWithContext(ctx, method, c.base+path, send)
+	text, err := json.Marshal(body)
 	if err != nil {
 		return nil, err
 	}
-	if body != nil {
-		req.Header.Set("Content-Type", "application/json")
+	return c.send(ctx, method, path, http.Header{"Content-Type": {"application/json"}}, bytes.NewReader(text))
+}
+
+func (c *Client) send(ctx context.Context, method, path string, header http.Header, body io.Reader) (*http.Response, error) {
+	req, err := http.NewRequestWithContext(ctx, method, c.base+path, body)
+	if err != nil {
+		return nil, err
 	}
+	maps.Copy(req.Header, header)
 	c.show(req.Header)
 	resp, err := c.http.Do(req)
 	var ue *url.Error
@@ -116,10 +118,10 @@ func fail(op, name string, err error) error {
 	return e
 }
 
-// call sends a request and decodes the answer into out.
-func (c *Client) call(ctx context.Context, op, name, method, path string, body, out any) error {
-	_, err := c.ask(ctx, method, path, body, out)
-	return fail(op, name, err)
+// call sends a request and returns what is in the answer.
+func call[T any](ctx context.Context, c *Client, op, name, method, path string, body any) (out T, err error) {
+	_, err = c.ask(ctx, method, path, body, &out)
+	return out, fail(op, name, err)
 }
 
 // ask also returns the status of the answer.
@@ -137,11 +139,7 @@ func (c *Client) ask(ctx context.Context, method, path string, body, out any) (s
 		return 0, fmt.Errorf("the server's answer has more than %d bytes", maxAnswer)
 	}
 	if resp.StatusCode/100 != 2 && (resp.StatusCode != http.StatusServiceUnavailable || !bytes.HasPrefix(text, []byte(`{"ok"`))) {
-		var e wire.ErrorDoc
-		if err := json.Unmarshal(text, &e); err != nil || e.Error.Message == "" {
-			return 0, fmt.Errorf("the server answered %s: is it drowse that serves there?", resp.Status)
-		}
-		return 0, e.Error.Err()
+		return 0, errorIn(resp, text)
 	}
 	if raw, ok := out.(*[]byte); ok {
 		*raw = text
@@ -153,24 +151,36 @@ func (c *Client) ask(ctx context.Context, method, path string, body, out any) (s
 	return resp.StatusCode, nil
 }
 
+// errorIn returns the error in an answer.
+func errorIn(resp *http.Response, text []byte) error {
+	var e wire.ErrorDoc
+	if json.Unmarshal(text, &e) != nil || e.Error.Message == "" {
+		return fmt.Errorf("the server answered %s: is it drowse that serves there?", resp.Status)
+	}
+	return e.Error.Err()
+}
+
+// tell sends a request that is answered with nothing.
+func tell(ctx context.Context, c *Client, op, name, method, path string, body any) error {
+	_, err := call[wire.Empty](ctx, c, op, name, method, path, body)
+	return err
+}
+
 func one(name string) string { return "/v1/sandboxes/" + url.PathEscape(name) }
 
 // act posts a verb to a sandbox.
-func act[T any](ctx context.Context, c *Client, verb, name string, body any) (out T, err error) {
-	err = c.call(ctx, verb, name, http.MethodPost, one(name)+"/"+verb, body, &out)
-	return out, err
+func act[T any](ctx context.Context, c *Client, verb, name string, body any) (T, error) {
+	return call[T](ctx, c, verb, name, http.MethodPost, one(name)+"/"+verb, body)
 }
 
 // get reads a part of a sandbox.
-func get[T any](ctx context.Context, c *Client, op, name, path string) (out T, err error) {
-	err = c.call(ctx, op, name, http.MethodGet, path, nil, &out)
-	return out, err
+func get[T any](ctx context.Context, c *Client, op, name, path string) (T, error) {
+	return call[T](ctx, c, op, name, http.MethodGet, path, nil)
 }
 
 // Create is sandbox.Host.Create.
-func (c *Client) Create(ctx context.Context, r records.Request) (s records.Sandbox, err error) {
-	err = c.call(ctx, "create", r.Spec.Name, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, Disk: r.Disk, Boot: r.Boot}, &s)
-	return s, err
+func (c *Client) Create(ctx context.Context, r records.Request) (records.Sandbox, error) {
+	return call[records.Sandbox](ctx, c, "create", r.Spec.Name, http.MethodPost, "/v1/sandboxes", wire.Create{Spec: r.Spec, Metadata: r.Metadata, Disk: r.Disk, Boot: r.Boot})
 }
 
 // GetOrCreate is sandbox.Host.GetOrCreate.
@@ -284,15 +294,13 @@ func (c *Client) Exec(ctx context.Context, name string, e wire.Exec) (wire.Execu
 }
 
 // Update is fleet.Fleet.Update.
-func (c *Client) Update(ctx context.Context, name string, ch records.Changes) (s records.Sandbox, err error) {
-	err = c.call(ctx, "update", name, http.MethodPatch, one(name), wire.ChangesOf(ch), &s)
-	return s, err
+func (c *Client) Update(ctx context.Context, name string, ch records.Changes) (records.Sandbox, error) {
+	return call[records.Sandbox](ctx, c, "update", name, http.MethodPatch, one(name), wire.ChangesOf(ch))
 }
 
 // Delete is sandbox.Sandbox.Delete with Force. A missing sandbox is not an error.
-func (c *Client) Delete(ctx context.Context, name string) (f spec.Freed, err error) {
-	err = c.call(ctx, "delete", name, http.MethodDelete, one(name), nil, &f)
-	return f, err
+func (c *Client) Delete(ctx context.Context, name string) (spec.Freed, error) {
+	return call[spec.Freed](ctx, c, "delete", name, http.MethodDelete, one(name), nil)
 }
 
 // History is fleet.Fleet.History.
@@ -319,9 +327,8 @@ func (c *Client) Policy(ctx context.Context, name string) (*netpolicy.Policy, er
 }
 
 // SetPolicy is sandbox.Sandbox.SetPolicy.
-func (c *Client) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (res spec.PolicyResult, err error) {
-	err = c.call(ctx, "set policy", name, http.MethodPut, one(name)+"/policy", p, &res)
-	return res, err
+func (c *Client) SetPolicy(ctx context.Context, name string, p *netpolicy.Policy) (spec.PolicyResult, error) {
+	return call[spec.PolicyResult](ctx, c, "set policy", name, http.MethodPut, one(name)+"/policy", p)
 }
 
 // Flows returns the open flows of a running sandbox, and the latest that ended or were denied.
@@ -336,14 +343,13 @@ func (c *Client) Console(ctx context.Context, name string, n int) ([]byte, error
 
 // FollowConsole writes the last n bytes of a sandbox's serial output to w, and what comes, until it stops or ctx ends.
 func (c *Client) FollowConsole(ctx context.Context, name string, n int, w io.Writer) error {
-	_, err := c.Sandbox(name).download(ctx, "console", "/console?follow=1&tail="+strconv.Itoa(n), nil, w)
+	_, err := c.download(ctx, "console", name, one(name)+"/console?follow=1&tail="+strconv.Itoa(n), nil, w)
 	return err
 }
 
 // Events calls f for each event, as a JSON object: docs/guides/events.md. q is the query of GET /v1/events.
 func (c *Client) Events(ctx context.Context, q url.Values, f func(json.RawMessage) error) error {
-	resp, err := c.send(ctx, http.MethodGet, "/v1/events?"+q.Encode(), nil, nil)
-	return eachLine(resp, err, "events", "", f)
+	return lines(ctx, c, "events", "", "/v1/events?"+q.Encode(), f)
 }
 
 // Snapshots lists the snapshots of a sandbox, or all snapshots if the name is empty.
@@ -362,17 +368,16 @@ func (c *Client) SnapshotInfo(ctx context.Context, snapshot string) (spec.Snapsh
 }
 
 // TagSnapshot is state.Store.TagSnapshot.
-func (c *Client) TagSnapshot(ctx context.Context, snapshot string, tags []string) (i spec.SnapshotInfo, err error) {
+func (c *Client) TagSnapshot(ctx context.Context, snapshot string, tags []string) (spec.SnapshotInfo, error) {
 	if tags == nil {
 		tags = []string{}
 	}
-	err = c.call(ctx, "tag snapshot", "", http.MethodPost, "/v1/snapshots/"+url.PathEscape(snapshot)+"/tags", wire.Tags{Tags: tags}, &i)
-	return i, err
+	return call[spec.SnapshotInfo](ctx, c, "tag snapshot", "", http.MethodPost, "/v1/snapshots/"+url.PathEscape(snapshot)+"/tags", wire.Tags{Tags: tags})
 }
 
 // RemoveSnapshot is state.Store.RemoveSnapshot.
 func (c *Client) RemoveSnapshot(ctx context.Context, snapshot string) error {
-	return c.call(ctx, "remove snapshot", "", http.MethodDelete, "/v1/snapshots/"+url.PathEscape(snapshot), nil, &wire.Empty{})
+	return tell(ctx, c, "remove snapshot", "", http.MethodDelete, "/v1/snapshots/"+url.PathEscape(snapshot), nil)
 }
 
 // Images lists images.
@@ -382,11 +387,11 @@ func (c *Client) Images(ctx context.Context) (wire.Images, error) {
 
 // ImageRecords lists images with their whole records, as `drowse image ls -o json`.
 func (c *Client) ImageRecords(ctx context.Context) (records []json.RawMessage, problems []string, err error) {
-	var l struct {
+	type list struct {
 		Images   []json.RawMessage `json:"images"`
 		Problems []string          `json:"problems"`
 	}
-	err = c.call(ctx, "list images", "", http.MethodGet, "/v1/images", nil, &l)
+	l, err := get[list](ctx, c, "list images", "", "/v1/images")
 	return l.Images, l.Problems, err
 }
 
@@ -396,9 +401,8 @@ func (c *Client) ImageRecord(ctx context.Context, ref string) (json.RawMessage, 
 }
 
 // Prune is fleet.Fleet.Prune.
-func (c *Client) Prune(ctx context.Context, dryRun bool) (p records.Pruned, err error) {
-	err = c.call(ctx, "prune", "", http.MethodPost, "/v1/prune", wire.Prune{DryRun: dryRun}, &p)
-	return p, err
+func (c *Client) Prune(ctx context.Context, dryRun bool) (records.Pruned, error) {
+	return call[records.Pruned](ctx, c, "prune", "", http.MethodPost, "/v1/prune", wire.Prune{DryRun: dryRun})
 }
 
 // Version returns the server's version.

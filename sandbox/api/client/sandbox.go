@@ -1,17 +1,13 @@
 package client
 
 import (
-	"bufio"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"net/http"
 	"net/url"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/drowse-vm/drowse/netpolicy"
@@ -35,9 +31,13 @@ func (b *Sandbox) Name() string { return b.name }
 func (b *Sandbox) path(rest string) string { return one(b.name) + rest }
 
 // ask sends a request about the sandbox.
-func ask[T any](ctx context.Context, b *Sandbox, op, method, path string, body any) (out T, err error) {
-	err = b.c.call(ctx, op, b.name, method, b.path(path), body, &out)
-	return out, err
+func ask[T any](ctx context.Context, b *Sandbox, op, method, path string, body any) (T, error) {
+	return call[T](ctx, b.c, op, b.name, method, b.path(path), body)
+}
+
+// tell sends a request about the sandbox that is answered with nothing.
+func (b *Sandbox) tell(ctx context.Context, op, method, path string, body any) error {
+	return tell(ctx, b.c, op, b.name, method, b.path(path), body)
 }
 
 // Processes lists what was started in a running sandbox.
@@ -53,14 +53,12 @@ func (b *Sandbox) StartProcess(ctx context.Context, e wire.ExecStart) (wire.Star
 
 // Signal sends a signal to a process and its group.
 func (b *Sandbox) Signal(ctx context.Context, process string, signal int) error {
-	_, err := ask[wire.Empty](ctx, b, "signal", http.MethodPost, "/processes/"+url.PathEscape(process)+"/signal", wire.Signal{Signal: signal})
-	return err
+	return b.tell(ctx, "signal", http.MethodPost, "/processes/"+url.PathEscape(process)+"/signal", wire.Signal{Signal: signal})
 }
 
 // RemoveProcess kills a process if it runs, and forgets it.
 func (b *Sandbox) RemoveProcess(ctx context.Context, process string) error {
-	_, err := ask[wire.Empty](ctx, b, "remove process", http.MethodDelete, "/processes/"+url.PathEscape(process), nil)
-	return err
+	return b.tell(ctx, "remove process", http.MethodDelete, "/processes/"+url.PathEscape(process), nil)
 }
 
 // SetSecret gives a running sandbox a secret, or any sandbox one that comes from a source of the host (From).
@@ -69,14 +67,12 @@ func (b *Sandbox) SetSecret(ctx context.Context, s spec.Secret) error {
 		s.Value = []byte{}
 	}
 	m := wire.SetSecret{Value: s.Value, From: s.From, Mode: s.Mode, UID: s.UID, GID: s.GID, Proxy: s.Proxy, Transient: s.Transient}
-	_, err := ask[wire.Empty](ctx, b, "set secret", http.MethodPut, "/secrets/"+url.PathEscape(s.Name), m)
-	return err
+	return b.tell(ctx, "set secret", http.MethodPut, "/secrets/"+url.PathEscape(s.Name), m)
 }
 
 // RemoveSecret takes a secret away.
 func (b *Sandbox) RemoveSecret(ctx context.Context, name string) error {
-	_, err := ask[wire.Empty](ctx, b, "remove secret", http.MethodDelete, "/secrets/"+url.PathEscape(name), nil)
-	return err
+	return b.tell(ctx, "remove secret", http.MethodDelete, "/secrets/"+url.PathEscape(name), nil)
 }
 
 // Secrets lists secrets, without values.
@@ -103,8 +99,7 @@ func (b *Sandbox) SetService(ctx context.Context, s wire.SetService) (records.Se
 
 // RemoveService stops and removes a service.
 func (b *Sandbox) RemoveService(ctx context.Context, name string) error {
-	_, err := ask[wire.Empty](ctx, b, "remove service", http.MethodDelete, "/services/"+url.PathEscape(name), nil)
-	return err
+	return b.tell(ctx, "remove service", http.MethodDelete, "/services/"+url.PathEscape(name), nil)
 }
 
 // Services lists services.
@@ -138,7 +133,7 @@ func (b *Sandbox) ServiceLog(ctx context.Context, name string, w io.Writer, foll
 	if follow {
 		path += "?follow=1"
 	}
-	_, err := b.download(ctx, "service log", path, nil, w)
+	_, err := b.c.download(ctx, "service log", b.name, b.path(path), nil, w)
 	return err
 }
 
@@ -160,12 +155,12 @@ func (b *Sandbox) Audit(ctx context.Context, o AuditOptions, f func(json.RawMess
 			q.Set(name, "1")
 		}
 	}
-	return lines(ctx, b, "audit", "/audit?"+q.Encode(), f)
+	return lines(ctx, b.c, "audit", b.name, b.path("/audit?"+q.Encode()), f)
 }
 
 // Diff calls f for each path that differs between the sandbox's disk and its image, and at last with End.
 func (b *Sandbox) Diff(ctx context.Context, limit int, f func(wire.Diff) error) error {
-	return lines(ctx, b, "diff", "/diff?limit="+strconv.Itoa(limit), f)
+	return lines(ctx, b.c, "diff", b.name, b.path("/diff?limit="+strconv.Itoa(limit)), f)
 }
 
 // Network says what the network has passed and denied.
@@ -179,12 +174,12 @@ func (b *Sandbox) NetworkEvents(ctx context.Context, follow bool, f func(spec.Ne
 	if follow {
 		path += "?follow=1"
 	}
-	return lines(ctx, b, "network events", path, f)
+	return lines(ctx, b.c, "network events", b.name, b.path(path), f)
 }
 
 // FollowFlows calls f for flows as they open, end or are denied, until ctx ends.
 func (b *Sandbox) FollowFlows(ctx context.Context, f func(netpolicy.FlowRecord) error) error {
-	return lines(ctx, b, "flows", "/flows/follow", f)
+	return lines(ctx, b.c, "flows", b.name, b.path("/flows/follow"), f)
 }
 
 // Inspect returns the whole record.
@@ -192,81 +187,15 @@ func (b *Sandbox) Inspect(ctx context.Context) (json.RawMessage, error) {
 	return ask[json.RawMessage](ctx, b, "inspect", http.MethodGet, "/inspect", nil)
 }
 
-// maxLine bounds a line of a stream, in bytes.
-const maxLine = 4 << 20
-
-// lines calls f for each line of an answer that goes on.
-func lines[T any](ctx context.Context, b *Sandbox, op, path string, f func(T) error) error {
-	resp, err := b.open(ctx, op, http.MethodGet, path, nil, nil)
-	return eachLine(resp, err, op, b.name, f)
-}
-
-// eachLine calls f for each line of an answer, and closes it.
-func eachLine[T any](resp *http.Response, err error, op, name string, f func(T) error) error {
-	if err != nil {
-		return fail(op, name, err)
-	}
-	defer resp.Body.Close()
-	if resp.StatusCode/100 != 2 {
-		return fail(op, name, errorOf(resp))
-	}
-	in := bufio.NewScanner(resp.Body)
-	in.Buffer(nil, maxLine)
-	for in.Scan() {
-		if len(in.Bytes()) == 0 {
-			continue
-		}
-		var v T
-		if err := json.Unmarshal(in.Bytes(), &v); err != nil {
-			return fail(op, name, fmt.Errorf("reading the server's answer: %w", err))
-		}
-		if err := f(v); err != nil {
-			return err
-		}
-	}
-	return fail(op, name, in.Err())
-}
-
-// open sends a request whose answer the caller reads, and must close.
-func (b *Sandbox) open(ctx context.Context, op, method, path string, header http.Header, body io.Reader) (*http.Response, error) {
-	resp, err := b.c.send(ctx, method, b.path(path), header, body)
-	if err == nil && resp.StatusCode/100 != 2 {
-		err = errorOf(resp)
-		resp.Body.Close()
-	}
-	if err != nil {
-		return nil, fail(op, b.name, err)
-	}
-	return resp, nil
-}
-
-// errorOf returns the error in an answer.
-func errorOf(resp *http.Response) error {
-	var e wire.ErrorDoc
-	const most = 1 << 20
-	text, err := io.ReadAll(io.LimitReader(resp.Body, most))
-	if err != nil || json.Unmarshal(text, &e) != nil || e.Error.Message == "" {
-		return fmt.Errorf("the server answered %s: is it drowse that serves there?", resp.Status)
-	}
-	return e.Error.Err()
-}
-
-// download writes the body of an answer to w.
-func (b *Sandbox) download(ctx context.Context, op, path string, header http.Header, w io.Writer) (int64, error) {
-	resp, err := b.open(ctx, op, http.MethodGet, path, header, nil)
-	if err != nil {
-		return 0, err
-	}
-	defer resp.Body.Close()
-	n, err := io.Copy(w, resp.Body)
-	return n, fail(op, b.name, err)
-}
-
 // Files are the files of a sandbox. Operations on them wake it. Its methods may be called from any goroutine.
 type Files struct{ b *Sandbox }
 
 // Files returns the sandbox's files.
 func (b *Sandbox) Files() Files { return Files{b} }
+
+func (f Files) download(ctx context.Context, op, path string, header http.Header, w io.Writer) (int64, error) {
+	return f.b.c.download(ctx, op, f.b.name, f.b.path(path), header, w)
+}
 
 func at(path string, more ...string) string {
 	q := url.Values{"path": {path}}
@@ -296,13 +225,13 @@ func (f Files) ReadDir(ctx context.Context, dir string) ([]wire.FileInfo, error)
 
 // ReadFile writes the content of a file to w. The guest decides how much it sends: bound w.
 func (f Files) ReadFile(ctx context.Context, path string, w io.Writer) (int64, error) {
-	return f.b.download(ctx, "read file", "/files"+at(path), nil, w)
+	return f.download(ctx, "read file", "/files"+at(path), nil, w)
 }
 
 // ReadPart is ReadFile of length bytes from an offset on, or fewer at the end.
 func (f Files) ReadPart(ctx context.Context, path string, w io.Writer, offset, length int64) (int64, error) {
 	h := http.Header{"Range": {fmt.Sprintf("bytes=%d-%d", offset, offset+length-1)}}
-	return f.b.download(ctx, "read file", "/files"+at(path), h, w)
+	return f.download(ctx, "read file", "/files"+at(path), h, w)
 }
 
 // WriteOptions say how WriteFile writes. The zero value replaces the file, or makes one with mode 0644.
@@ -318,7 +247,7 @@ type WriteOptions struct {
 
 // WriteFile writes a file from r, of any length. Its readers see the old file or the whole new one, unless Append.
 func (f Files) WriteFile(ctx context.Context, path string, r io.Reader, o WriteOptions) (out wire.FileInfo, err error) {
-	h := http.Header{"Content-Type": {"application/octet-stream"}}
+	h := octets()
 	if o.Create {
 		h.Set("If-None-Match", "*")
 	}
@@ -330,44 +259,33 @@ func (f Files) WriteFile(ctx context.Context, path string, r io.Reader, o WriteO
 	if o.UID != 0 || o.GID != 0 {
 		q += fmt.Sprintf("&uid=%d&gid=%d", o.UID, o.GID)
 	}
-	return upload[wire.FileInfo](ctx, f.b, "write file", "/files"+q, h, r)
-}
-
-func upload[T any](ctx context.Context, b *Sandbox, op, path string, h http.Header, r io.Reader) (out T, err error) {
-	resp, err := b.open(ctx, op, http.MethodPut, path, h, r)
-	if err != nil {
-		return out, err
-	}
-	defer resp.Body.Close()
-	return out, fail(op, b.name, json.NewDecoder(io.LimitReader(resp.Body, maxAnswer)).Decode(&out))
+	return upload[wire.FileInfo](ctx, f.b.c, "write file", f.b.name, http.MethodPut, f.b.path("/files"+q), h, r)
 }
 
 // Mkdir makes a directory; mode is octal digits, and "" is 0755.
 func (f Files) Mkdir(ctx context.Context, path, mode string, parents bool) error {
-	_, err := ask[wire.Empty](ctx, f.b, "make directory", http.MethodPost, "/files/mkdir", wire.Mkdir{Path: path, Mode: mode, Parents: parents})
-	return err
+	return f.b.tell(ctx, "make directory", http.MethodPost, "/files/mkdir", wire.Mkdir{Path: path, Mode: mode, Parents: parents})
 }
 
 // Remove removes a file, an empty directory, or with recursive a tree.
 func (f Files) Remove(ctx context.Context, path string, recursive bool) error {
-	_, err := ask[wire.Empty](ctx, f.b, "remove file", http.MethodDelete, "/files"+at(path, "recursive", map[bool]string{true: "1"}[recursive]), nil)
-	return err
+	return f.b.tell(ctx, "remove file", http.MethodDelete, "/files"+at(path, "recursive", map[bool]string{true: "1"}[recursive]), nil)
 }
 
 // Rename moves a file or a tree.
 func (f Files) Rename(ctx context.Context, from, to string) error {
-	_, err := ask[wire.Empty](ctx, f.b, "move file", http.MethodPost, "/files/move", wire.Move{From: from, To: to})
-	return err
+	return f.b.tell(ctx, "move file", http.MethodPost, "/files/move", wire.Move{From: from, To: to})
 }
 
 // Download writes a file or tree to w as a tar stream. The guest has written it: extract it with care.
 func (f Files) Download(ctx context.Context, path string, w io.Writer) (int64, error) {
-	return f.b.download(ctx, "download tree", "/files/tree"+at(path), nil, w)
+	return f.download(ctx, "download tree", "/files/tree"+at(path), nil, w)
 }
 
 // Upload makes what a tar stream has below a directory, and the directory if it is missing.
 func (f Files) Upload(ctx context.Context, dir string, r io.Reader) (int64, error) {
-	m, err := upload[wire.Moved](ctx, f.b, "upload tree", "/files/tree"+at(dir), http.Header{"Content-Type": {"application/x-tar"}}, r)
+	h := http.Header{"Content-Type": {"application/x-tar"}}
+	m, err := upload[wire.Moved](ctx, f.b.c, "upload tree", f.b.name, http.MethodPut, f.b.path("/files/tree"+at(dir)), h, r)
 	return m.Bytes, err
 }
 
@@ -385,50 +303,22 @@ func (f Files) Watch(ctx context.Context, paths []string, o WatchOptions, give f
 			q.Set(name, "1")
 		}
 	}
-	return lines(ctx, f.b, "watch files", "/files/watch?"+q.Encode(), give)
+	return lines(ctx, f.b.c, "watch files", f.b.name, f.b.path("/files/watch?"+q.Encode()), give)
 }
 
 // Clone makes a sandbox from a snapshot: sandbox.Host.Clone.
-func (c *Client) Clone(ctx context.Context, snapshot string, m wire.Clone) (s records.Sandbox, err error) {
-	err = c.call(ctx, "clone", m.Name, http.MethodPost, "/v1/snapshots/"+url.PathEscape(snapshot)+"/clone", m, &s)
-	return s, err
+func (c *Client) Clone(ctx context.Context, snapshot string, m wire.Clone) (records.Sandbox, error) {
+	return call[records.Sandbox](ctx, c, "clone", m.Name, http.MethodPost, "/v1/snapshots/"+url.PathEscape(snapshot)+"/clone", m)
 }
 
 // ExportSnapshot writes a snapshot to w for ImportSnapshot.
 func (c *Client) ExportSnapshot(ctx context.Context, snapshot string, w io.Writer) (int64, error) {
-	resp, err := c.send(ctx, http.MethodGet, "/v1/snapshots/"+url.PathEscape(snapshot)+"/export", nil, nil)
-	return copied(resp, err, "export snapshot", w)
-}
-
-func copied(resp *http.Response, err error, op string, w io.Writer) (n int64, _ error) {
-	if err == nil {
-		defer resp.Body.Close()
-		if resp.StatusCode != http.StatusOK {
-			return 0, fail(op, "", errorOf(resp))
-		}
-		n, err = io.Copy(w, resp.Body)
-	}
-	return n, fail(op, "", err)
+	return c.download(ctx, "export snapshot", "", "/v1/snapshots/"+url.PathEscape(snapshot)+"/export", nil, w)
 }
 
 // ImportSnapshot makes a snapshot of what ExportSnapshot has written.
-func (c *Client) ImportSnapshot(ctx context.Context, r io.Reader) (out wire.Imported, err error) {
-	err = c.post(ctx, "import snapshot", "/v1/snapshots/import", r, &out)
-	return out, err
-}
-
-// post uploads bytes.
-func (c *Client) post(ctx context.Context, op, path string, r io.Reader, out any) error {
-	resp, err := c.send(ctx, http.MethodPost, path, http.Header{"Content-Type": {"application/octet-stream"}}, r)
-	if err == nil {
-		defer resp.Body.Close()
-		if resp.StatusCode/100 != 2 {
-			err = errorOf(resp)
-		} else {
-			err = json.NewDecoder(io.LimitReader(resp.Body, maxAnswer)).Decode(out)
-		}
-	}
-	return fail(op, "", err)
+func (c *Client) ImportSnapshot(ctx context.Context, r io.Reader) (wire.Imported, error) {
+	return upload[wire.Imported](ctx, c, "import snapshot", "", http.MethodPost, "/v1/snapshots/import", octets(), r)
 }
 
 // Volumes lists volumes.
@@ -443,20 +333,18 @@ func (c *Client) Volume(ctx context.Context, name string) (wire.Volume, error) {
 }
 
 // CreateVolume makes a volume.
-func (c *Client) CreateVolume(ctx context.Context, m wire.MakeVolume) (v wire.Volume, err error) {
-	err = c.call(ctx, "create volume", "", http.MethodPost, "/v1/volumes", m, &v)
-	return v, err
+func (c *Client) CreateVolume(ctx context.Context, m wire.MakeVolume) (wire.Volume, error) {
+	return call[wire.Volume](ctx, c, "create volume", "", http.MethodPost, "/v1/volumes", m)
 }
 
 // ResizeVolume enlarges a volume.
-func (c *Client) ResizeVolume(ctx context.Context, name string, sizeMiB int64) (v wire.Volume, err error) {
-	err = c.call(ctx, "resize volume", "", http.MethodPost, "/v1/volumes/"+url.PathEscape(name)+"/resize", wire.ResizeVolume{SizeMiB: sizeMiB}, &v)
-	return v, err
+func (c *Client) ResizeVolume(ctx context.Context, name string, sizeMiB int64) (wire.Volume, error) {
+	return call[wire.Volume](ctx, c, "resize volume", "", http.MethodPost, "/v1/volumes/"+url.PathEscape(name)+"/resize", wire.ResizeVolume{SizeMiB: sizeMiB})
 }
 
 // RemoveVolume removes a volume that no sandbox names.
 func (c *Client) RemoveVolume(ctx context.Context, name string) error {
-	return c.call(ctx, "remove volume", "", http.MethodDelete, "/v1/volumes/"+url.PathEscape(name), nil, &wire.Empty{})
+	return tell(ctx, c, "remove volume", "", http.MethodDelete, "/v1/volumes/"+url.PathEscape(name), nil)
 }
 
 // Templates lists templates, and those that sandboxes have asked for.
@@ -471,38 +359,34 @@ func (c *Client) Template(ctx context.Context, key string) (wire.Template, error
 }
 
 // MakeTemplate begins to make a template: see Operation.
-func (c *Client) MakeTemplate(ctx context.Context, t wire.TemplateSpec) (o wire.Operation, err error) {
-	err = c.call(ctx, "make template", "", http.MethodPost, "/v1/templates", t, &o)
-	return o, err
+func (c *Client) MakeTemplate(ctx context.Context, t wire.TemplateSpec) (wire.Operation, error) {
+	return call[wire.Operation](ctx, c, "make template", "", http.MethodPost, "/v1/templates", t)
 }
 
 // RemoveTemplate removes a template, by its key or the beginning of it.
 func (c *Client) RemoveTemplate(ctx context.Context, key string) error {
-	return c.call(ctx, "remove template", "", http.MethodDelete, "/v1/templates/"+url.PathEscape(key), nil, &wire.Empty{})
+	return tell(ctx, c, "remove template", "", http.MethodDelete, "/v1/templates/"+url.PathEscape(key), nil)
 }
 
 // PullImage begins to make an image from a registry or of Debian packages: see Operation.
-func (c *Client) PullImage(ctx context.Context, m wire.Pull) (o wire.Operation, err error) {
-	err = c.call(ctx, "pull image", "", http.MethodPost, "/v1/images/pull", m, &o)
-	return o, err
+func (c *Client) PullImage(ctx context.Context, m wire.Pull) (wire.Operation, error) {
+	return call[wire.Operation](ctx, c, "pull image", "", http.MethodPost, "/v1/images/pull", m)
 }
 
 // ImportImage makes an image of a stream; format is docker-archive, oci-archive or tar.
-func (c *Client) ImportImage(ctx context.Context, format, tag string, r io.Reader) (i wire.Image, err error) {
-	err = c.post(ctx, "import image", "/v1/images/import?"+url.Values{"format": {format}, "tag": {tag}}.Encode(), r, &i)
-	return i, err
+func (c *Client) ImportImage(ctx context.Context, format, tag string, r io.Reader) (wire.Image, error) {
+	path := "/v1/images/import?" + url.Values{"format": {format}, "tag": {tag}}.Encode()
+	return upload[wire.Image](ctx, c, "import image", "", http.MethodPost, path, octets(), r)
 }
 
 // ExportImage writes an image to w; format is erofs, tar or oci-archive.
 func (c *Client) ExportImage(ctx context.Context, ref, format string, w io.Writer) (int64, error) {
-	resp, err := c.send(ctx, http.MethodGet, "/v1/images/"+url.PathEscape(ref)+"/export?format="+url.QueryEscape(format), nil, nil)
-	return copied(resp, err, "export image", w)
+	return c.download(ctx, "export image", "", "/v1/images/"+url.PathEscape(ref)+"/export?format="+url.QueryEscape(format), nil, w)
 }
 
 // RemoveImage removes an image that nothing needs, or one of its tags.
-func (c *Client) RemoveImage(ctx context.Context, ref string) (r wire.ImageRemoved, err error) {
-	err = c.call(ctx, "remove image", "", http.MethodDelete, "/v1/images/"+url.PathEscape(ref), nil, &r)
-	return r, err
+func (c *Client) RemoveImage(ctx context.Context, ref string) (wire.ImageRemoved, error) {
+	return call[wire.ImageRemoved](ctx, c, "remove image", "", http.MethodDelete, "/v1/images/"+url.PathEscape(ref), nil)
 }
 
 // Operations lists what goes on after its request.
@@ -517,26 +401,6 @@ func (c *Client) Operation(ctx context.Context, id string) (wire.Operation, erro
 }
 
 // CancelOperation cancels an operation.
-func (c *Client) CancelOperation(ctx context.Context, id string) (o wire.Operation, err error) {
-	err = c.call(ctx, "cancel operation", "", http.MethodDelete, "/v1/operations/"+url.PathEscape(id), nil, &o)
-	return o, err
-}
-
-// send sends a request with a body that is read as it goes.
-func (c *Client) send(ctx context.Context, method, path string, header http.Header, body io.Reader) (*http.Response, error) {
-	if body != nil { // its length is not known, whatever its type
-		body = struct{ io.Reader }{body}
-	}
-	req, err := http.NewRequestWithContext(ctx, method, c.base+path, body)
-	if err != nil {
-		return nil, err
-	}
-	maps.Copy(req.Header, header)
-	c.show(req.Header)
-	resp, err := c.http.Do(req)
-	var ue *url.Error
-	if errors.As(err, &ue) {
-		err = fmt.Errorf("asking the server at %s: %w", strings.TrimSuffix(c.base, "/"), ue.Err)
-	}
-	return resp, err
+func (c *Client) CancelOperation(ctx context.Context, id string) (wire.Operation, error) {
+	return call[wire.Operation](ctx, c, "cancel operation", "", http.MethodDelete, "/v1/operations/"+url.PathEscape(id), nil)
 }
