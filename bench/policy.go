@@ -447,7 +447,7 @@ func newAttached(spec *netpolicy.Spec) (*attached, error) {
 // device makes the device of the next agent.
 func (a *attached) device() (string, error) {
 	name := "b" + strconv.Itoa(len(a.devices))
-	d, err := tap.Create(tap.Config{Name: name, Down: true})
+	d, err := tap.Create(name)
 	if err != nil {
 		return "", err
 	}

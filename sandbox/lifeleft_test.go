@@ -225,7 +225,7 @@ func TestLifeLeft_finds_what_is_left_of_each_kind(t *testing.T) {
 		{"a network namespace", false, func(t *testing.T, l *lifeLeft) { lifePlant(t, filepath.Join(l.netns, "drowse"+id[:lifeShortID]), "") }},
 		{"a device of a sandbox that was removed", true, func(t *testing.T, _ *lifeLeft) {
 			name := hostnet.InterfacePrefix + id[:lifeShortID]
-			dev, err := tap.Create(tap.Config{Name: name, Down: true})
+			dev, err := tap.Create(name)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -28,7 +28,6 @@ const (
 const (
 	featureCsum      uint64 = 1 << 0
 	featureGuestCsum uint64 = 1 << 1
-	featureMTU       uint64 = 1 << 3
 	featureMAC       uint64 = 1 << 5
 	featureGuestTSO4 uint64 = 1 << 7
 	featureGuestTSO6 uint64 = 1 << 8
@@ -47,14 +46,10 @@ const (
 	configMAC      = 0
 	configStatus   = 6
 	configMaxPairs = 8
-	configMTU      = 10
-	configSize     = 12
+	configSize     = 12 // with an MTU, which is not announced
 
 	statusLinkUp = 1
 )
-
-// MinMTU is the least MTU that Config may have (virtio 1.2, 5.1.4.1). The most is 65535, by the length field of IP.
-const MinMTU = 68
 
 // Backend carries frames. One write to its descriptor sends a frame, and one read receives one. Each frame begins
 // with a struct virtio_net_hdr of HeaderSize bytes.
@@ -74,8 +69,6 @@ type Config struct {
 	// MAC is the guest's address: unicast, not zero. Import replaces it with the one of the saved state, which the
 	// guest knows.
 	MAC MAC
-	// MTU is announced to the guest if it is not zero. It is at least MinMTU.
-	MTU uint16
 	// LinkDown makes the device start with its link down, even if it imports the state of one whose link was up: a
 	// clone must stay silent until it has its own identity. SetLink(true) raises the link.
 	LinkDown bool
@@ -110,11 +103,8 @@ var (
 
 // New makes a device on backend. The caller keeps the backend, which must outlive the device.
 func New(mem *guestmem.Memory, backend Backend, cfg Config) (*Device, error) {
-	switch {
-	case cfg.MAC == MAC{} || cfg.MAC[0]&1 != 0:
+	if (cfg.MAC == MAC{}) || cfg.MAC[0]&1 != 0 {
 		return nil, fmt.Errorf("making a network device: %x is not the address of one host", cfg.MAC)
-	case cfg.MTU != 0 && cfg.MTU < MinMTU:
-		return nil, fmt.Errorf("making a network device: an MTU of %d is less than %d", cfg.MTU, MinMTU)
 	}
 	d := &Device{mem: mem, backend: backend, config: cfg, mac: cfg.MAC, told: !cfg.LinkDown}
 	d.link.Store(!cfg.LinkDown)
@@ -127,12 +117,8 @@ func (d *Device) ID() devices.ID { return devices.IDNet }
 
 // Features implements [devices.Device].
 func (d *Device) Features() uint64 {
-	f := featureCsum | featureGuestCsum | featureMAC | featureStatus | featureMrgRxbuf |
+	return featureCsum | featureGuestCsum | featureMAC | featureStatus | featureMrgRxbuf |
 		featureGuestTSO | featureGuestECN | featureHostTSO4 | featureHostTSO6 | featureHostECN
-	if d.config.MTU != 0 {
-		f |= featureMTU
-	}
-	return f
 }
 
 // QueueSizes implements [devices.Device].
@@ -148,7 +134,6 @@ func (d *Device) ReadConfig(off uint32, p []byte) {
 		binary.LittleEndian.PutUint16(config[configStatus:], statusLinkUp)
 	}
 	binary.LittleEndian.PutUint16(config[configMaxPairs:], 1)
-	binary.LittleEndian.PutUint16(config[configMTU:], d.config.MTU)
 	devices.ReadConfig(config[:], off, p)
 }
 

@@ -543,24 +543,20 @@ func TestRefused_offloads_fail_the_activation(t *testing.T) {
 func TestNew_refuses_bad_configurations(t *testing.T) {
 	mem := devicetest.NewMemory(t)
 	for name, cfg := range map[string]Config{
-		"no MAC":             {},
-		"a multicast MAC":    {MAC: MAC{1, 0, 0x5e, 0, 0, 1}},
-		"the broadcast MAC":  {MAC: MAC{255, 255, 255, 255, 255, 255}},
-		"an MTU of 67 bytes": {MAC: testMAC, MTU: 67},
+		"no MAC":            {},
+		"a multicast MAC":   {MAC: MAC{1, 0, 0x5e, 0, 0, 1}},
+		"the broadcast MAC": {MAC: MAC{255, 255, 255, 255, 255, 255}},
 	} {
 		if _, err := New(mem, newWire(t), cfg); err == nil {
 			t.Errorf("%s: accepted", name)
 		}
 	}
-	d, err := New(mem, newWire(t), Config{MAC: testMAC, MTU: 1400})
+	d, err := New(mem, newWire(t), Config{MAC: testMAC})
 	must(t, err)
 	var p [configSize + 4]byte
 	d.ReadConfig(0, p[:])
-	if want := append(testMAC[:], 1, 0, 1, 0, 0x78, 0x05, 0, 0, 0, 0); !bytes.Equal(p[:], want) {
+	if want := append(testMAC[:], 1, 0, 1, 0, 0, 0, 0, 0, 0, 0); !bytes.Equal(p[:], want) {
 		t.Errorf("configuration % x, want % x", p, want)
-	}
-	if d.Features()&featureMTU == 0 {
-		t.Error("the MTU is not offered")
 	}
 }
 

@@ -89,11 +89,8 @@ func newEngine(d *Device, a devices.Activation) (*engine, error) {
 		ranges:   make([]guestmem.Range, 0, 2*virtq.MaxSegments),
 	}
 	payload := defaultMTU
-	switch {
-	case a.Features&featureGuestTSO != 0:
+	if a.Features&featureGuestTSO != 0 {
 		payload = maxPayload
-	case d.config.MTU != 0:
-		payload = int(d.config.MTU)
 	}
 	e.ordinary = HeaderSize + ethernetHeader + payload
 	e.want = e.ordinary + vlanTag

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/binary"
 	stdnet "net"
-	"net/netip"
 	"os"
 	"runtime"
 	"testing"
@@ -32,14 +31,16 @@ func newTAP(t testing.TB) *tap.Device {
 		t.Skipf("the host does not allow network namespaces: %v", err)
 	}
 	t.Cleanup(func() { ns.Close() })
-	dev, err := tap.Create(tap.Config{
-		Name: "drowse%d", MAC: stdnet.HardwareAddr{2, 0, 0, 0, 0, 1},
-		Addresses: []netip.Prefix{netip.MustParsePrefix("10.9.0.1/24")},
-	})
+	dev, err := tap.Create("drowse0")
 	must(t, err)
 	t.Cleanup(func() { must(t, dev.Close()) })
+	link, err := netlink.LinkByName(dev.Name())
+	must(t, err)
+	must(t, netlink.LinkSetHardwareAddr(link, stdnet.HardwareAddr{2, 0, 0, 0, 0, 1}))
+	must(t, netlink.AddrAdd(link, &netlink.Addr{IPNet: &stdnet.IPNet{IP: stdnet.IPv4(10, 9, 0, 1), Mask: stdnet.CIDRMask(24, 32)}}))
+	must(t, dev.Up())
 	must(t, netlink.NeighAdd(&netlink.Neigh{
-		LinkIndex: dev.Index(), State: netlink.NUD_PERMANENT,
+		LinkIndex: link.Attrs().Index, State: netlink.NUD_PERMANENT,
 		IP: stdnet.IPv4(10, 9, 0, 2), HardwareAddr: testMAC[:],
 	}))
 	return dev

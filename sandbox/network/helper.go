@@ -489,7 +489,7 @@ func (l *lent) open(body []byte) (any, []*os.File, error) {
 	}
 	close(n.attached)
 	var err error
-	if n.tap, err = tap.Create(tap.Config{Name: helperPrefix + id[:8], Down: true}); err != nil {
+	if n.tap, err = tap.Create(helperPrefix + id[:8]); err != nil {
 		return nil, nil, err
 	}
 	f, err := n.tap.File()

@@ -117,7 +117,7 @@ func New(c Config) (*Network, error) {
 	}
 	if made != nil {
 		n.agent, n.tap, ahead = made.id, made.tap, made.link
-	} else if n.tap, err = tap.Create(tap.Config{Name: hostnet.InterfaceName(c.ID), Down: true}); errors.Is(err, os.ErrPermission) {
+	} else if n.tap, err = tap.Create(hostnet.InterfaceName(c.ID)); errors.Is(err, os.ErrPermission) {
 		if n.remote, n.tap, err = borrow(n); err != nil {
 			return nil, fmt.Errorf("setting up the VM's network: %w", err)
 		}

@@ -40,7 +40,7 @@ func NewPrebuilt() *Prebuilt {
 
 func reserve() (_ *reserved, err error) {
 	r := &reserved{id: spec.NewID()}
-	if r.tap, err = tap.Create(tap.Config{Name: hostnet.InterfaceName(r.id), Down: true}); err != nil {
+	if r.tap, err = tap.Create(hostnet.InterfaceName(r.id)); err != nil {
 		return nil, err
 	}
 	if r.link, err = link.Reserve(link.Config{Endpoint: r.id, Interface: r.tap.Name()}); err != nil {

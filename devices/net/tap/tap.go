@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -21,30 +20,12 @@ const HeaderSize = 12
 // clone is the device that TAP devices come from.
 const clone = "/dev/net/tun"
 
-// maxTries bounds the search for a free name of a template.
-const maxTries = 4096
-
 // Errors for errors.Is. A missing permission is os.ErrPermission. A missing interface or /dev/net/tun is
 // os.ErrNotExist.
 var (
 	ErrName   = errors.New("unusable interface name")
 	ErrExists = errors.New("an interface of that name exists")
 )
-
-// Config describes the host's end of a TAP device.
-type Config struct {
-	// Name is 1 to 15 bytes, or a template with one %d, such as "drowse%d". Create replaces %d with the first free
-	// number.
-	Name string
-	// MAC is the host's address on the interface. Nil leaves the choice to the kernel.
-	MAC net.HardwareAddr
-	// MTU is in bytes. Zero leaves 1500.
-	MTU int
-	// Addresses are the host's addresses on the interface.
-	Addresses []netip.Prefix
-	// Down leaves the interface down; Up raises it.
-	Down bool
-}
 
 // Device is the wire of a TAP device, in non-blocking mode. One read or write moves one frame with its header.
 type Device struct {
@@ -53,29 +34,9 @@ type Device struct {
 	index int
 }
 
-// Create makes a TAP device that vanishes when it is closed, and configures the host's end. It fails with
+// Create makes a TAP device of this name, of 1 to 15 bytes, that vanishes when it is closed. Up raises it. It fails with
 // ErrExists if an interface of that name exists.
-func Create(cfg Config) (*Device, error) {
-	if !strings.Contains(cfg.Name, "%d") {
-		return create(cfg, cfg.Name)
-	}
-	if strings.Count(cfg.Name, "%") != 1 {
-		return nil, fmt.Errorf("creating TAP device %q: %w: a template has one %%d", cfg.Name, ErrName)
-	}
-	// The kernel has templates too, but cannot combine them with the guarantee that the device is new.
-	for i := range maxTries {
-		d, err := create(cfg, strings.Replace(cfg.Name, "%d", fmt.Sprint(i), 1))
-		if !errors.Is(err, ErrExists) {
-			return d, err
-		}
-	}
-	return nil, fmt.Errorf("creating TAP device %q: %w: the first %d numbers are taken", cfg.Name, ErrExists, maxTries)
-}
-
-func create(cfg Config, name string) (_ *Device, err error) {
-	if cfg.MTU < 0 || cfg.MTU > 0xffff {
-		return nil, fmt.Errorf("creating TAP device %q: an MTU of %d is out of range", name, cfg.MTU)
-	}
+func Create(name string) (*Device, error) {
 	d, err := attach(name, unix.IFF_TUN_EXCL)
 	if errors.Is(err, unix.EBUSY) {
 		return nil, fmt.Errorf("creating TAP device %q: %w: choose another name or remove it", name, ErrExists)
@@ -83,36 +44,7 @@ func create(cfg Config, name string) (_ *Device, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("creating TAP device %q: %w", name, err)
 	}
-	defer func() {
-		if err != nil {
-			d.Close()
-		}
-	}()
-	link, err := netlink.LinkByIndex(d.index)
-	if err != nil {
-		return nil, fmt.Errorf("looking at TAP device %q: %w", name, err)
-	}
-	if len(cfg.MAC) > 0 {
-		if err := netlink.LinkSetHardwareAddr(link, cfg.MAC); err != nil {
-			return nil, fmt.Errorf("setting the address of TAP device %q to %v: %w", name, cfg.MAC, err)
-		}
-	}
-	if cfg.MTU != 0 {
-		if err := netlink.LinkSetMTU(link, cfg.MTU); err != nil {
-			return nil, fmt.Errorf("setting the MTU of TAP device %q to %d: %w", name, cfg.MTU, err)
-		}
-	}
-	for _, a := range cfg.Addresses {
-		ip := a.Addr().Unmap()
-		addr := &netlink.Addr{IPNet: &net.IPNet{IP: ip.AsSlice(), Mask: net.CIDRMask(a.Bits(), ip.BitLen())}}
-		if err := netlink.AddrAdd(link, addr); err != nil {
-			return nil, fmt.Errorf("giving TAP device %q the address %v: %w", name, a, err)
-		}
-	}
-	if cfg.Down {
-		return d, nil
-	}
-	return d, d.Up()
+	return d, nil
 }
 
 // finish completes a descriptor that is attached to an interface.
@@ -231,9 +163,6 @@ func (d *Device) File() (*os.File, error) {
 
 // Name returns the interface's name.
 func (d *Device) Name() string { return d.name }
-
-// Index returns the interface's number.
-func (d *Device) Index() int { return d.index }
 
 // FD returns the descriptor of the wire, in non-blocking mode. It is valid until Close.
 func (d *Device) FD() int { return d.fd }

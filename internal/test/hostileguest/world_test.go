@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	stdnet "net"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -220,15 +219,20 @@ func (w *world) makeInNamespace() error {
 	}
 	w.closers = append(w.closers, func() error { return unix.Close(w.shared) })
 
-	if w.tap, err = tap.Create(tap.Config{
-		Name: "hostile%d", MAC: stdnet.HardwareAddr{2, 0, 0, 0, 0, 1},
-		Addresses: []netip.Prefix{netip.MustParsePrefix("10.9.0.1/24")},
-	}); err != nil {
+	if w.tap, err = tap.Create("hostile0"); err != nil {
 		return err
 	}
 	w.closers = append(w.closers, w.tap.Close)
+	link, err := netlink.LinkByName(w.tap.Name())
+	if err != nil {
+		return err
+	}
+	address := &netlink.Addr{IPNet: &stdnet.IPNet{IP: stdnet.IPv4(10, 9, 0, 1), Mask: stdnet.CIDRMask(24, 32)}}
+	if err := errors.Join(netlink.LinkSetHardwareAddr(link, stdnet.HardwareAddr{2, 0, 0, 0, 0, 1}), netlink.AddrAdd(link, address), w.tap.Up()); err != nil {
+		return fmt.Errorf("setting up the network device: %w", err)
+	}
 	if err := netlink.NeighAdd(&netlink.Neigh{
-		LinkIndex: w.tap.Index(), State: netlink.NUD_PERMANENT,
+		LinkIndex: link.Attrs().Index, State: netlink.NUD_PERMANENT,
 		IP: stdnet.IPv4(10, 9, 0, 2), HardwareAddr: stdnet.HardwareAddr{2, 0, 0, 0, 0, 2},
 	}); err != nil {
 		return fmt.Errorf("naming the guest's address: %w", err)
