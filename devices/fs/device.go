@@ -41,7 +41,6 @@ const (
 const (
 	queueHiprio = iota
 	queueRequest
-	queues
 )
 
 // Layout of the configuration space (virtio 1.2, 5.11.4).

@@ -32,7 +32,6 @@ const (
 	maxRun      = 1<<30 - 1               // blocks in one table entry
 	tableEntry  = 8                       // bytes
 	bootIDSize  = 16                      // bytes
-	maxBlocks   = MaxSize / 4096
 )
 
 var crcTable = crc32.MakeTable(crc32.Castagnoli)

@@ -11,6 +11,8 @@ import (
 	"testing"
 )
 
+const maxBlocks = MaxSize / 4096
+
 func FuzzDecodeHeader(f *testing.F) {
 	add := func(a, b *header) {
 		p := make([]byte, headerSpace)

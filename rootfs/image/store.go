@@ -39,7 +39,6 @@ const (
 	// RecordVersion is the version of image.json that this package writes, and the newest it reads.
 	RecordVersion = 1
 
-	idBytes        = 32 // of SHA-256
 	minPrefix      = 4  // hex digits of a shortened id
 	shortID        = 12 // hex digits
 	maxRecordBytes = 16 << 20

@@ -75,12 +75,12 @@ var ifMatch = []param{{name: "If-Match", says: "only if it still has this ETag; 
 type roomKind int
 
 const (
-	roomOfScope   roomKind = iota
-	roomExecs              // with other commands
-	roomStreams            // with other answers that go on
-	roomTransfers          // with other files and trees
-	roomSockets            // with other WebSockets
-	roomNone               // no bound
+	_             roomKind = iota // with others of its scope
+	roomExecs                     // with other commands
+	roomStreams                   // with other answers that go on
+	roomTransfers                 // with other files and trees
+	roomSockets                   // with other WebSockets
+	roomNone                      // no bound
 )
 
 // param is a parameter of a query.

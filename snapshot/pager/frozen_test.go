@@ -28,6 +28,8 @@ type frozenCase struct {
 
 const frozenSize = 64 << 20
 
+const dontWake = 1 << 1 // UFFDIO_WRITEPROTECT_MODE_DONTWAKE
+
 func gpa(page uint64) guestmem.GPA { return guestmem.GPA(page * pageSize) }
 
 // ramKind is the origin of RAM.

@@ -24,7 +24,6 @@ const (
 	registerMissing   = 1 << 0
 	registerWP        = 1 << 1
 	protectOn         = 1 << 0 // UFFDIO_WRITEPROTECT_MODE_WP
-	dontWake          = 1 << 1 // UFFDIO_WRITEPROTECT_MODE_DONTWAKE
 	canProtect        = 1 << 6
 	canWake           = 1 << 2
 	canCopy           = 1 << 3

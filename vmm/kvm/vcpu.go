@@ -151,7 +151,6 @@ const (
 	InternalErrorEmulation  = 1
 	InternalErrorSimulEx    = 2
 	InternalErrorDeliveryEv = 3
-	InternalErrorUnexpected = 4
 )
 
 // InternalError decodes a KVM_EXIT_INTERNAL_ERROR (struct emulation_failure).
