@@ -16,6 +16,7 @@ import (
 	"github.com/miekg/dns"
 	"golang.org/x/net/netutil"
 	"golang.org/x/sys/unix"
+	"golang.org/x/time/rate"
 
 	"github.com/drowse-vm/drowse/netpolicy"
 )
@@ -60,11 +61,10 @@ type Resolver struct {
 	cfg   Config
 	slots chan struct{}
 
-	mu     sync.Mutex // guards what follows
-	policy *netpolicy.Policy
-	spec   *netpolicy.Spec
-	tokens float64
-	filled time.Time
+	mu      sync.Mutex // guards what follows
+	policy  *netpolicy.Policy
+	spec    *netpolicy.Spec
+	queries *rate.Limiter // nil without a policy that resolves
 
 	answered, refused, rebound, dropped, failed atomic.Uint64
 }
@@ -85,7 +85,10 @@ func (r *Resolver) SetPolicy(p *netpolicy.Policy, s *netpolicy.Spec) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.policy, r.spec = p, s
-	r.tokens, r.filled = 0, time.Time{}
+	if p != nil && p.DNS != nil {
+		perSecond := cmp.Or(p.DNS.QueriesPerSecond, DefaultRate)
+		r.queries = rate.NewLimiter(rate.Limit(perSecond), 2*int(perSecond))
+	}
 }
 
 // Stats returns the counts so far.
@@ -112,19 +115,7 @@ func (r *Resolver) admit() (*netpolicy.Policy, *netpolicy.Spec, bool) {
 	if r.policy == nil || r.spec == nil || r.policy.DNS == nil {
 		return nil, nil, true
 	}
-	rate := float64(cmp.Or(r.policy.DNS.QueriesPerSecond, DefaultRate))
-	now := r.cfg.Now()
-	if r.filled.IsZero() {
-		r.tokens = 2 * rate
-	} else {
-		r.tokens = min(2*rate, r.tokens+rate*max(0, now.Sub(r.filled).Seconds()))
-	}
-	r.filled = now
-	if r.tokens < 1 {
-		return nil, nil, false
-	}
-	r.tokens--
-	return r.policy, r.spec, true
+	return r.policy, r.spec, r.queries.AllowN(r.cfg.Now(), 1)
 }
 
 // Answer returns the answer to a query, nil for none.

@@ -762,13 +762,19 @@ func (in *Instance) Faults() (*pager.Stats, bool) {
 
 // Capture is a snapshot that has been taken, with its costs.
 type Capture struct {
-	ID      string
-	Dir     string
-	Disk    disk.Stack // what the snapshot needs of the disk
-	Raw     uint64     // bytes of RAM that are not zero
-	Stored  int64      // bytes written for the snapshot
-	Shared  int64      // bytes of files that it shares with its base
-	Changed uint64     // pages that may have changed since its base, or were ever written
+	ID       string
+	Dir      string
+	Disk     disk.Stack // what the snapshot needs of the disk
+	Manifest *snapshot.Manifest
+	CaptureCosts
+}
+
+// CaptureCosts are the figures of a Capture.
+type CaptureCosts struct {
+	Raw     uint64 // bytes of RAM that are not zero
+	Stored  int64  // bytes written for the snapshot
+	Shared  int64  // bytes of files that it shares with its base
+	Changed uint64 // pages that may have changed since its base, or were ever written
 	// Free is how many of the changed pages the guest does not use, as far as that is known: they are not stored.
 	Free uint64
 	// Shareable is how many nonzero pages the image of a fork has.
@@ -777,7 +783,6 @@ type Capture struct {
 	Ahead, Fill time.Duration
 	Pause       time.Duration
 	Save        time.Duration
-	Manifest    *snapshot.Manifest
 }
 
 // CaptureOptions say where a snapshot goes.

@@ -237,7 +237,7 @@ func (v *VM) serveCapture(c *capture, method string, body []byte, files []*os.Fi
 		}
 		return nil, nil, c.once(&c.resumed, func() error { c.o.Resumed(); return nil })
 	case callForked:
-		var f captured
+		var f instance.CaptureCosts
 		if err := json.Unmarshal(body, &f); err != nil {
 			return nil, nil, err
 		}
@@ -271,7 +271,7 @@ func (v *VM) sealed(c *capture) error {
 }
 
 // forked delivers the image of a fork. Other VMs map it, so it must never change or shrink.
-func (v *VM) forked(c *capture, f captured, files []*os.File) error {
+func (v *VM) forked(c *capture, f instance.CaptureCosts, files []*os.File) error {
 	if c.o.Fork == nil || len(files) != 1 {
 		return errRefused
 	}
@@ -287,7 +287,7 @@ func (v *VM) forked(c *capture, f captured, files []*os.File) error {
 		return errRefused
 	}
 	result := *c.result
-	f.putInto(&result)
+	result.CaptureCosts = boundCosts(f)
 	return c.once(&c.forked, func() error { return c.o.Fork(files[0], &result) })
 }
 

@@ -532,7 +532,7 @@ func (c *child) capture(ctx context.Context, in *instance.Instance, o captureOrd
 		co.Fork = func(image *os.File, cap *instance.Capture) error {
 			f, err := rpc.Dup(image)
 			if err == nil {
-				_, err = k.Call(ctx, callForked, captureFigures(cap), nil, f)
+				_, err = k.Call(ctx, callForked, cap.CaptureCosts, nil, f)
 			}
 			return err
 		}
@@ -541,7 +541,7 @@ func (c *child) capture(ctx context.Context, in *instance.Instance, o captureOrd
 	if err != nil {
 		return nil, err
 	}
-	return captureFigures(cap), nil
+	return cap.CaptureCosts, nil
 }
 
 func (c *child) sealFrozen(ctx context.Context, in *instance.Instance, o sealOrder) sealResult {

@@ -371,24 +371,24 @@ func TestOnly_a_sealed_image_becomes_a_fork_and_once(t *testing.T) {
 	o, forks := s.options(), 0
 	o.Fork = func(*os.File, *instance.Capture) error { forks++; return nil }
 	c := s.begin(t, o, false)
-	if err := s.v.forked(c, captured{}, []*os.File{goodImage}); !errors.Is(err, errRefused) {
+	if err := s.v.forked(c, instance.CaptureCosts{}, []*os.File{goodImage}); !errors.Is(err, errRefused) {
 		t.Errorf("before the disk is sealed: %v", err)
 	}
 	s.seal(t, c)
 	for i, f := range images {
-		if err := s.v.forked(c, captured{}, []*os.File{f}); !errors.Is(err, errRefused) {
+		if err := s.v.forked(c, instance.CaptureCosts{}, []*os.File{f}); !errors.Is(err, errRefused) {
 			t.Errorf("image %d: %v", i, err)
 		}
 	}
 	for _, files := range [][]*os.File{nil, {goodImage, goodImage}} {
-		if err := s.v.forked(c, captured{}, files); !errors.Is(err, errRefused) {
+		if err := s.v.forked(c, instance.CaptureCosts{}, files); !errors.Is(err, errRefused) {
 			t.Errorf("%d images: %v", len(files), err)
 		}
 	}
-	if err := s.v.forked(c, captured{Stored: -1, Pause: -1}, []*os.File{goodImage}); err != nil || forks != 1 {
+	if err := s.v.forked(c, instance.CaptureCosts{Stored: -1, Pause: -1}, []*os.File{goodImage}); err != nil || forks != 1 {
 		t.Errorf("the image: %v, %d forks", err, forks)
 	}
-	if err := s.v.forked(c, captured{}, []*os.File{goodImage}); !errors.Is(err, errRefused) || forks != 1 {
+	if err := s.v.forked(c, instance.CaptureCosts{}, []*os.File{goodImage}); !errors.Is(err, errRefused) || forks != 1 {
 		t.Errorf("a second fork: %v, %d forks", err, forks)
 	}
 }

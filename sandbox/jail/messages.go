@@ -32,7 +32,7 @@ const (
 	callSecrets     = "list-secrets"  // nothing -> []secrets.State
 	callKeep        = "keep-running"  // nothing -> nothing
 	callRelease     = "release"       // nothing -> nothing
-	callCapture     = "capture"       // captureOrder -> captured
+	callCapture     = "capture"       // captureOrder -> instance.CaptureCosts
 	callSealFrozen  = "seal-frozen"   // sealOrder -> sealResult
 	callGiveUp      = "give-up"       // number of a capture or seal -> nothing
 	callFlush       = "flush"         // nothing -> nothing
@@ -52,7 +52,7 @@ const (
 	callWritten    = "written"    // index of a volume -> nothing
 	callStill      = "still"      // nothing -> nothing
 	callSealed     = "sealed"     // nothing -> nothing
-	callForked     = "forked"     // captured, with a descriptor -> nothing
+	callForked     = "forked"     // instance.CaptureCosts, with a descriptor -> nothing
 	callPrioritize = "prioritize" // nothing -> nothing
 	callResumed    = "resumed"    // nothing -> nothing
 	callSymbolize  = "symbolize"  // address -> symbol
@@ -205,29 +205,13 @@ type captureOrder struct {
 	Prioritize bool              `json:"prioritize,omitempty"`
 }
 
-// captured is instance.Capture without what the keeper knows itself.
-type captured struct {
-	Raw       uint64        `json:"raw"`
-	Stored    int64         `json:"stored"`
-	Shared    int64         `json:"shared"`
-	Changed   uint64        `json:"changed"`
-	Free      uint64        `json:"free"`
-	Shareable uint64        `json:"shareable"`
-	Ahead     time.Duration `json:"ahead"`
-	Fill      time.Duration `json:"fill"`
-	Pause     time.Duration `json:"pause"`
-	Save      time.Duration `json:"save"`
-}
-
-func captureFigures(c *instance.Capture) captured {
-	return captured{c.Raw, c.Stored, c.Shared, c.Changed, c.Free, c.Shareable, c.Ahead, c.Fill, c.Pause, c.Save}
-}
-
-// putInto fills in a Capture with numbers in their bounds.
-func (f captured) putInto(c *instance.Capture) {
-	c.Raw, c.Stored, c.Shared = countBy(f.Raw), bytesBy(f.Stored), bytesBy(f.Shared)
-	c.Changed, c.Free, c.Shareable = countBy(f.Changed), countBy(f.Free), countBy(f.Shareable)
-	c.Ahead, c.Fill, c.Pause, c.Save = timeBy(f.Ahead), timeBy(f.Fill), timeBy(f.Pause), timeBy(f.Save)
+// boundCosts returns what a child says of a capture, with numbers in their bounds.
+func boundCosts(c instance.CaptureCosts) instance.CaptureCosts {
+	return instance.CaptureCosts{
+		Raw: countBy(c.Raw), Stored: bytesBy(c.Stored), Shared: bytesBy(c.Shared),
+		Changed: countBy(c.Changed), Free: countBy(c.Free), Shareable: countBy(c.Shareable),
+		Ahead: timeBy(c.Ahead), Fill: timeBy(c.Fill), Pause: timeBy(c.Pause), Save: timeBy(c.Save),
+	}
 }
 
 type sealOrder struct {

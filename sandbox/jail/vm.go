@@ -630,7 +630,7 @@ func (v *VM) Capture(ctx context.Context, o instance.CaptureOptions) (*instance.
 	}
 	ctx, cancel := v.WhileRunning(ctx)
 	defer cancel()
-	var f captured
+	var f instance.CaptureCosts
 	if err := v.callWhole(ctx, number, callCapture, order, &f); err != nil {
 		return nil, v.Explain(ctx, err)
 	}
@@ -639,7 +639,7 @@ func (v *VM) Capture(ctx context.Context, o instance.CaptureOptions) (*instance.
 	if c.manifest == nil || !c.sealed || o.Fork != nil && !c.forked {
 		return nil, errors.New("capturing a VM: its confined process has reported a snapshot that does not exist")
 	}
-	f.putInto(c.result)
+	c.result.CaptureCosts = boundCosts(f)
 	c.result.Manifest = c.manifest
 	v.grants.link(o.Dir)
 	return c.result, nil

@@ -548,10 +548,9 @@ func TestA_machine_ends_once(t *testing.T) {
 }
 
 func TestFigures_of_a_capture_are_in_bounds(t *testing.T) {
-	var c instance.Capture
-	said := captured{Raw: math.MaxUint64, Stored: math.MinInt64, Shared: math.MaxInt64, Changed: math.MaxUint64,
+	said := instance.CaptureCosts{Raw: math.MaxUint64, Stored: math.MinInt64, Shared: math.MaxInt64, Changed: math.MaxUint64,
 		Free: math.MaxUint64, Shareable: math.MaxUint64, Ahead: -1, Fill: math.MaxInt64, Pause: math.MinInt64, Save: 7}
-	said.putInto(&c)
+	c := boundCosts(said)
 	if c.Raw != maxBytes || c.Stored != 0 || c.Shared != maxBytes || c.Changed != maxBytes || c.Free != maxBytes ||
 		c.Shareable != maxBytes || c.Ahead != 0 || c.Fill != maxTime || c.Pause != 0 || c.Save != 7 {
 		t.Errorf("%+v", c)
@@ -751,7 +750,7 @@ func TestA_capture_without_what_was_ordered_fails(t *testing.T) {
 			patient(v)
 			v.started.DiskSize = 1 << 20
 			h.on(callCapture, func(context.Context, []byte) (any, []*os.File, error) {
-				return captured{Stored: 7}, nil, some(s)
+				return instance.CaptureCosts{Stored: 7}, nil, some(s)
 			})
 			o := s.options()
 			o.Fork = func(*os.File, *instance.Capture) error { return nil }
@@ -780,7 +779,7 @@ func TestA_capture_gives_what_the_keeper_knows(t *testing.T) {
 	patient(v)
 	v.started.DiskSize = 1 << 20
 	h.on(callCapture, func(context.Context, []byte) (any, []*os.File, error) {
-		return captured{Stored: 7}, nil, errors.Join(s.sealBy(), s.write(context.Background(), nil))
+		return instance.CaptureCosts{Stored: 7}, nil, errors.Join(s.sealBy(), s.write(context.Background(), nil))
 	})
 	before := v.Stack()
 	c, err := v.Capture(t.Context(), s.options())

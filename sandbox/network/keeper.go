@@ -16,6 +16,7 @@ import (
 
 	"github.com/miekg/dns"
 	"golang.org/x/sys/unix"
+	"golang.org/x/time/rate"
 
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/flow"
@@ -681,22 +682,13 @@ func (k *keeper) tellProxied(p *netpolicy.Policy, e proxy.Event) error {
 
 // bucket bounds how often something is done. The zero value is full.
 type bucket struct {
-	mu     sync.Mutex // guards what follows
-	tokens float64
-	filled time.Time
+	once sync.Once
+	of   *rate.Limiter
 }
 
 func (b *bucket) take(perSecond, burst uint64) bool {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	now := time.Now()
-	if b.filled.IsZero() {
-		b.tokens = float64(burst)
-	}
-	b.tokens = min(float64(burst), b.tokens+float64(perSecond)*now.Sub(b.filled).Seconds())
-	if b.filled = now; b.tokens < 1 {
-		return false
-	}
-	b.tokens--
-	return true
+	b.once.Do(func() { b.of = rate.NewLimiter(rate.Limit(perSecond), int(burst)) })
+	b.of.SetLimit(rate.Limit(perSecond)) // of the policy that is in force now
+	b.of.SetBurst(int(burst))
+	return b.of.Allow()
 }

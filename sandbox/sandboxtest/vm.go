@@ -472,7 +472,7 @@ func (v *vm) Capture(ctx context.Context, o instance.CaptureOptions) (c *instanc
 			return nil, fmt.Errorf("capturing the guest: %w", err)
 		}
 	}
-	c = &instance.Capture{ID: o.ID, Dir: o.Dir, Disk: v.disk.Stack(), Raw: uint64(len(memory)), Changed: 1, Shareable: 1}
+	c = &instance.Capture{ID: o.ID, Dir: o.Dir, Disk: v.disk.Stack(), CaptureCosts: instance.CaptureCosts{Raw: uint64(len(memory)), Changed: 1, Shareable: 1}}
 	if _, err := v.disk.Seal(ctx, o.NewTop); err != nil {
 		return nil, fmt.Errorf("sealing the disk: %w", err)
 	}
