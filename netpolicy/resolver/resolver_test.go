@@ -232,6 +232,7 @@ func TestAnswer_more_at_once_than_the_bound_gives_nothing(t *testing.T) {
 		return nil, errors.New("none")
 	}
 	r.policy.DNS.QueriesPerSecond = 1000
+	r.SetPolicy(r.policy, r.spec)
 	var answering sync.WaitGroup
 	for range maxAtOnce {
 		answering.Go(func() { r.Answer(t.Context(), query("example.com", dns.TypeA)) })
@@ -333,6 +334,7 @@ func TestLookup_gives_what_the_guest_would_get(t *testing.T) {
 func TestServe_connection_beyond_the_bound_waits_until_another_ends(t *testing.T) {
 	r, _ := newResolver(t, &zone{}, false)
 	r.policy.DNS.QueriesPerSecond = 1000
+	r.SetPolicy(r.policy, r.spec)
 	asked, more := make(chan struct{}, 4*maxConnections), make(chan struct{})
 	r.cfg.Exchange = func(_ context.Context, m *dns.Msg, _ netip.AddrPort) (*dns.Msg, error) {
 		asked <- struct{}{}

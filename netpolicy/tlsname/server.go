@@ -16,6 +16,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/flow"
 )
@@ -185,10 +186,7 @@ func (s *Server) Serve(ctx context.Context, ln Listener) error {
 		if err != nil {
 			if Passing(err) {
 				// For example, the process has too many open files: new connections wait.
-				select {
-				case <-ctx.Done():
-				case <-time.After(100 * time.Millisecond):
-				}
+				_ = wait.For(ctx, 100*time.Millisecond)
 				continue
 			}
 			ln.Close()
