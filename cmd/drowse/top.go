@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
 	"golang.org/x/term"
 
 	"github.com/drowse-vm/drowse/netpolicy"
@@ -173,22 +174,19 @@ func (t *topper) look(ctx context.Context) (topDoc, error) {
 	}
 	uses := make(map[string]topUse, len(live))
 	var mu sync.Mutex // guards uses
-	var wg sync.WaitGroup
-	slots := make(chan struct{}, topAtOnce)
+	var group errgroup.Group
+	group.SetLimit(topAtOnce)
 	for _, s := range live {
-		slots <- struct{}{}
-		wg.Go(func() {
-			defer func() { <-slots }()
-			u, ok := t.one(ctx, s)
-			if !ok {
-				return // the process has ended meanwhile
+		group.Go(func() error {
+			if u, ok := t.one(ctx, s); ok { // else the process has ended meanwhile
+				mu.Lock()
+				defer mu.Unlock()
+				uses[s.Name] = u
 			}
-			mu.Lock()
-			defer mu.Unlock()
-			uses[s.Name] = u
+			return nil
 		})
 	}
-	wg.Wait()
+	_ = group.Wait() // there is no error
 	if err := ctx.Err(); err != nil {
 		return d, err
 	}

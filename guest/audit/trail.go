@@ -148,7 +148,7 @@ func (t *Trail) addTo(f *os.File, data []byte) (full bool, err error) {
 	}
 	t.vm = head.VM
 	if size > int64(len(raw)) && size+int64(len(data)) > t.max {
-		return true, t.turn(f, head)
+		return true, t.turn(head)
 	}
 	// An incomplete line, left by a power cut, stays on a line of its own.
 	var last [1]byte
@@ -165,7 +165,7 @@ func (t *Trail) addTo(f *os.File, data []byte) (full bool, err error) {
 }
 
 // turn replaces a full, locked file by a new one. There is a file at the path at any moment, even after a crash.
-func (t *Trail) turn(f *os.File, h Head) error {
+func (t *Trail) turn(h Head) error {
 	h.Part, h.Time = h.Part+1, time.Now().UTC()
 	data, err := encode(h)
 	if err != nil {

@@ -19,8 +19,8 @@ import (
 )
 
 // filePath returns the path that a request names: absolute, without zero bytes.
-func (r *request) filePath(key string) (string, error) {
-	return checkPath(key, r.URL.Query().Get(key))
+func (r *request) filePath() (string, error) {
+	return checkPath("path", r.URL.Query().Get("path"))
 }
 
 func checkPath(key, p string) (string, error) {
@@ -145,7 +145,7 @@ func matches(header, etag string) bool {
 
 // readFile answers with the content of a file, or a part of it.
 func readFile(_ *Server, r *request) (int, any, error) {
-	name, err := r.filePath("path")
+	name, err := r.filePath()
 	if err != nil {
 		return 0, nil, err
 	}
@@ -224,7 +224,7 @@ func rangeOf(header string, size int64) (from, length int64, status int, err err
 
 // writeFile replaces a file, or makes one.
 func writeFile(ctx context.Context, c *guest.Client, r *request) (out wire.FileInfo, err error) {
-	name, err := r.filePath("path")
+	name, err := r.filePath()
 	if err != nil {
 		return out, err
 	}
@@ -283,7 +283,7 @@ func (r *request) ownerOfFile() (*guest.Owner, error) {
 
 // packTree answers with a file or tree as a tar stream.
 func packTree(_ *Server, r *request) (int, any, error) {
-	name, err := r.filePath("path")
+	name, err := r.filePath()
 	if err != nil {
 		return 0, nil, err
 	}
@@ -303,7 +303,7 @@ func packTree(_ *Server, r *request) (int, any, error) {
 
 // unpackTree makes what a tar stream has.
 func unpackTree(ctx context.Context, c *guest.Client, r *request) (out wire.Moved, err error) {
-	name, err := r.filePath("path")
+	name, err := r.filePath()
 	if err != nil {
 		return out, err
 	}
@@ -379,7 +379,7 @@ func fileRoutes() []route {
 		{
 			method: http.MethodDelete, path: base, scope: ScopeFiles, op: "remove file", says: "Remove a file, an empty directory, or a tree.", gives: wire.Empty{},
 			query: []param{at, {name: "recursive", says: "1 removes a tree"}}, serve: onFiles(func(ctx context.Context, c *guest.Client, r *request) (wire.Empty, error) {
-				name, err := r.filePath("path")
+				name, err := r.filePath()
 				all, ferr := r.flag("recursive")
 				if err := errors.Join(err, ferr); err != nil {
 					return wire.Empty{}, err
@@ -390,7 +390,7 @@ func fileRoutes() []route {
 		{
 			method: http.MethodGet, path: base + "/stat", scope: ScopeFiles, op: "stat file", says: "Describe a file.", gives: wire.FileInfo{},
 			query: []param{at, {name: "link", says: "1 describes a symbolic link itself"}}, serve: onFiles(func(ctx context.Context, c *guest.Client, r *request) (wire.FileInfo, error) {
-				name, err := r.filePath("path")
+				name, err := r.filePath()
 				link, ferr := r.flag("link")
 				if err := errors.Join(err, ferr); err != nil {
 					return wire.FileInfo{}, err
@@ -409,7 +409,7 @@ func fileRoutes() []route {
 		{
 			method: http.MethodGet, path: base + "/list", scope: ScopeFiles, op: "list files", says: "List a directory of 65536 entries at most, by name.", gives: wire.Directory{},
 			query: []param{at}, serve: onFiles(func(ctx context.Context, c *guest.Client, r *request) (out wire.Directory, err error) {
-				name, err := r.filePath("path")
+				name, err := r.filePath()
 				if err != nil {
 					return out, err
 				}

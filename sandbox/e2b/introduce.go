@@ -6,7 +6,8 @@ import (
 	"errors"
 	"io/fs"
 	"strings"
-	"sync"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/sandbox/e2b/accounts"
@@ -70,16 +71,15 @@ const introduceAtOnce = 8
 
 // introduceAll is introduce for sandboxes by their names. It returns when all know.
 func (s *Server) introduceAll(ctx context.Context, names []string) {
-	var all sync.WaitGroup
-	room := make(chan struct{}, introduceAtOnce)
+	var all errgroup.Group
+	all.SetLimit(introduceAtOnce)
 	for _, name := range names {
-		room <- struct{}{}
-		all.Go(func() {
-			defer func() { <-room }()
+		all.Go(func() error {
 			if b, err := s.find(name); err == nil {
 				s.introduce(ctx, b)
 			}
+			return nil
 		})
 	}
-	all.Wait()
+	_ = all.Wait() // there is no error
 }

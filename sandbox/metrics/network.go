@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -112,13 +113,11 @@ func (n *network) look() {
 		n.leftOut = len(names) - maxNetworks
 		names = names[:maxNetworks]
 	}
-	var wg sync.WaitGroup
+	var group errgroup.Group
 	var mu sync.Mutex // guards stats and leftOut
-	slots := make(chan struct{}, askedAtOnce)
+	group.SetLimit(askedAtOnce)
 	for _, name := range names {
-		slots <- struct{}{}
-		wg.Go(func() {
-			defer func() { <-slots }()
+		group.Go(func() error {
 			ctx, cancel := context.WithTimeout(context.Background(), askTime)
 			defer cancel()
 			s, err := n.ask(ctx, name)
@@ -131,7 +130,8 @@ func (n *network) look() {
 			case !errors.Is(err, sandbox.ErrNotRunning) && !errors.Is(err, sandbox.ErrNotFound):
 				n.leftOut++
 			}
+			return nil
 		})
 	}
-	wg.Wait()
+	_ = group.Wait() // there is no error
 }

@@ -168,7 +168,7 @@ func (p *parser) next() (*Instruction, error) {
 	}
 	i := &Instruction{Line: p.at + 1}
 	text := p.logical()
-	name, rest, _ := cutSpace(text)
+	name, rest := cutSpace(text)
 	if !instructionRE.MatchString(name) {
 		return nil, i.fail("%s is no instruction", quoted(name))
 	}
@@ -217,19 +217,19 @@ func (p *parser) logical() string {
 	return strings.TrimSpace(b.String())
 }
 
-func cutSpace(s string) (before, after string, found bool) {
+func cutSpace(s string) (before, after string) {
 	at := strings.IndexAny(s, " \t")
 	if at < 0 {
-		return s, "", false
+		return s, ""
 	}
-	return s[:at], strings.TrimLeft(s[at:], " \t"), true
+	return s[:at], strings.TrimLeft(s[at:], " \t")
 }
 
 // takeFlags removes the flags from the text after an instruction's name.
 func (i *Instruction) takeFlags(rest string, may []string) (string, error) {
 	// For FROM and for a shell command, too, a word that begins so is a flag.
 	for strings.HasPrefix(rest, "--") {
-		word, after, _ := cutSpace(rest)
+		word, after := cutSpace(rest)
 		m := flagRE.FindStringSubmatch(word)
 		if m == nil {
 			return "", i.fail("%s is no flag", quoted(word))

@@ -258,7 +258,7 @@ func (b *builder) arg(i *Instruction, stage bool) error {
 func (b *builder) pairs(i *Instruction, set func(k, v string) error) error {
 	raw := shellWords(i.Rest)
 	if !strings.Contains(raw[0], "=") {
-		key, rest, _ := cutSpace(i.Rest)
+		key, rest := cutSpace(i.Rest)
 		if rest == "" {
 			return i.fail("%s has no value: use KEY=VALUE", quoted(key))
 		}

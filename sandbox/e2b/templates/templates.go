@@ -562,18 +562,18 @@ func (b *tagBody) versions(name string) ([]string, error) {
 }
 
 // tagged returns the build with a tag.
-func (t *Templates) tagged(owner, name string) (spec.SnapshotInfo, Marks, error) {
+func (t *Templates) tagged(owner, name string) (Marks, error) {
 	id, err := t.FindSnapshot(owner, name)
 	if err != nil {
-		return spec.SnapshotInfo{}, Marks{}, err
+		return Marks{}, err
 	}
 	all, err := t.builds(owner, "")
 	for _, i := range all {
 		if i.ID == id {
-			return i, MarksOf(i), nil
+			return MarksOf(i), nil
 		}
 	}
-	return spec.SnapshotInfo{}, Marks{}, cmp.Or[error](err, answers.Fail(http.StatusNotFound, "the template was not found"))
+	return Marks{}, cmp.Or[error](err, answers.Fail(http.StatusNotFound, "the template was not found"))
 }
 
 func (t *Templates) assign(w http.ResponseWriter, r *http.Request) (int, any, error) {
@@ -584,7 +584,7 @@ func (t *Templates) assign(w http.ResponseWriter, r *http.Request) (int, any, er
 	owner := t.o.Key(r.Context()).Owner
 	t.tagging.Lock()
 	defer t.tagging.Unlock()
-	_, is, err := t.tagged(owner, body.Target)
+	is, err := t.tagged(owner, body.Target)
 	if err != nil {
 		return 0, nil, err
 	}
@@ -613,7 +613,7 @@ func (t *Templates) removeTags(w http.ResponseWriter, r *http.Request) (int, any
 	defer t.tagging.Unlock()
 	var is Marks
 	for _, v := range versions {
-		if _, is, err = t.tagged(owner, name+":"+v); err != nil {
+		if is, err = t.tagged(owner, name+":"+v); err != nil {
 			return 0, nil, err
 		}
 	}
@@ -773,7 +773,7 @@ func (t *Templates) alias(r *http.Request, name string) (int, any, error) {
 		}
 		return http.StatusOK, map[string]any{"templateID": name, "public": true}, nil
 	}
-	if _, is, err := t.tagged(owner, name); err == nil {
+	if is, err := t.tagged(owner, name); err == nil {
 		return http.StatusOK, map[string]any{"templateID": is.Template, "public": false}, nil
 	}
 	return http.StatusOK, map[string]any{"templateID": name, "public": true}, nil
