@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/pool"
@@ -102,7 +103,7 @@ func (e Env) round(ctx context.Context, names []string, pooled bool, o Options) 
 	last := wakes[len(wakes)-1]
 	e.say("concurrent_resume: %s was the last, after %v: stages in ms %v, %d faults",
 		last.report.Name, last.took.Round(time.Microsecond), last.report.Stages, last.report.Faults)
-	if err := pause(ctx, o.StayAwake); err != nil {
+	if err := wait.For(ctx, o.StayAwake); err != nil {
 		return nil, err
 	}
 	for _, name := range names {

@@ -12,6 +12,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -78,7 +79,7 @@ func (e Env) idle(ctx context.Context, names []string, o Options) ([]Row, error)
 		return nil, err
 	}
 	e.say("leaving them alone for %v, and counting for %v", o.Settle, o.Idle)
-	if err := pause(ctx, o.Settle); err != nil {
+	if err := wait.For(ctx, o.Settle); err != nil {
 		return nil, err
 	}
 	pids := make([]int, len(names))
@@ -94,7 +95,7 @@ func (e Env) idle(ctx context.Context, names []string, o Options) ([]Row, error)
 		}
 	}
 	start := time.Now()
-	if err := pause(ctx, o.Idle); err != nil {
+	if err := wait.For(ctx, o.Idle); err != nil {
 		return nil, err
 	}
 	took := time.Since(start)

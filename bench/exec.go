@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
@@ -134,7 +135,7 @@ func (m *execs) enter(ctx context.Context, b *build) error {
 			if err == nil {
 				break
 			}
-			if perr := pause(until, 50*time.Millisecond); perr != nil {
+			if perr := wait.For(until, 50*time.Millisecond); perr != nil {
 				return fmt.Errorf("its server does not answer: %w", err)
 			}
 		}
@@ -238,7 +239,7 @@ func (m *execs) once(ctx context.Context, b *build, way, command string, i int) 
 	if err := m.run(ctx, b, io.Discard, "sleep", name); err != nil {
 		return err
 	}
-	if err := pause(ctx, m.o.Settle); err != nil {
+	if err := wait.For(ctx, m.o.Settle); err != nil {
 		return err
 	}
 	if err := m.measure(ctx, "exec_asleep", b, way, command, i, m.executor(b, way, name)); err != nil {

@@ -17,6 +17,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/gateway"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -209,7 +210,7 @@ func (g *gateways) round(ctx context.Context, d *door, timed bool) error {
 		if _, err := g.box.Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 			return err
 		}
-		if err := pause(ctx, g.o.Settle); err != nil {
+		if err := wait.For(ctx, g.o.Settle); err != nil {
 			return err
 		}
 		if err := ask("asleep", conn); err != nil {
@@ -222,7 +223,7 @@ func (g *gateways) round(ctx context.Context, d *door, timed bool) error {
 				continue
 			}
 			for d.gate.Stats().Sessions > 0 {
-				if err := pause(ctx, 10*time.Millisecond); err != nil {
+				if err := wait.For(ctx, 10*time.Millisecond); err != nil {
 					return err
 				}
 			}

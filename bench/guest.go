@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"os"
 	"strconv"
-	"time"
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/control"
@@ -101,16 +100,6 @@ func ofSizes(sizes []int, measure func(mib int) ([]Row, error)) (rows []Row, err
 		rows = append(rows, some...)
 	}
 	return rows, nil
-}
-
-// pause waits for d or until ctx ends.
-func pause(ctx context.Context, d time.Duration) error {
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-time.After(d):
-		return nil
-	}
 }
 
 // runsDir makes a directory for files that runs leave for the next run.

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/vmm"
 )
@@ -273,7 +274,7 @@ func (q *qemu) save(ctx context.Context) (err error) {
 		case "failed", "cancelled":
 			return fmt.Errorf("QEMU's migration to a file has %s: %.500q", m.Status, m.Desc)
 		}
-		if err := pause(ctx, 20*time.Millisecond); err != nil {
+		if err := wait.For(ctx, 20*time.Millisecond); err != nil {
 			return fmt.Errorf("waiting for QEMU's migration to a file: %w", err)
 		}
 	}

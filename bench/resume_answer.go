@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 )
 
@@ -66,7 +67,7 @@ func (e Env) startAnswering(ctx context.Context, name string) error {
 		if silent == nil {
 			return nil
 		}
-		if err := pause(ctx, 500*time.Millisecond); err != nil {
+		if err := wait.For(ctx, 500*time.Millisecond); err != nil {
 			return fmt.Errorf("waiting for the program in the guest that answers: %w", errors.Join(err, silent))
 		}
 	}

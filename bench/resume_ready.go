@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -59,7 +60,7 @@ func (e Env) startLive(ctx context.Context, name, file, program string, args ...
 		if err == nil || !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
-		if err := pause(ctx, 500*time.Millisecond); err != nil {
+		if err := wait.For(ctx, 500*time.Millisecond); err != nil {
 			return fmt.Errorf("waiting for the program in the guest to begin: %w", err)
 		}
 	}

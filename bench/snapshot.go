@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/process"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -87,7 +88,7 @@ func (e Env) ask(ctx context.Context, name, what string) (string, error) {
 		c, err := guest.UnixDialer(e.Store.State.VsockPath(name))(ctx, programPort)
 		if err != nil {
 			// It may not be listening yet.
-			if pause(ctx, 100*time.Millisecond) != nil {
+			if wait.For(ctx, 100*time.Millisecond) != nil {
 				return "", fmt.Errorf("reaching the program in the guest: %w", err)
 			}
 			continue
@@ -172,7 +173,7 @@ func Deltas(ctx context.Context, e Env, o Options) (rows []Row, err error) {
 					return nil, err
 				}
 			}
-			if err := pause(ctx, w.settle); err != nil {
+			if err := wait.For(ctx, w.settle); err != nil {
 				return nil, err
 			}
 			res, err := line.next(ctx, name)
@@ -255,7 +256,7 @@ func RestoreDepth(ctx context.Context, e Env, o Options) (rows []Row, err error)
 		}
 	}()
 	e.say("restore_depth: the guest settles for %v", o.Settle)
-	if err := pause(ctx, o.Settle); err != nil {
+	if err := wait.For(ctx, o.Settle); err != nil {
 		return nil, err
 	}
 	// The deepest first: it takes minutes, and the compared snapshots should be of the same age. On hosts that

@@ -11,6 +11,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -168,7 +169,7 @@ func (w *wakeTouch) ready(ctx context.Context) error {
 			w.drain()
 			return err
 		}
-		if err := pause(ctx, 50*time.Millisecond); err != nil {
+		if err := wait.For(ctx, 50*time.Millisecond); err != nil {
 			return err
 		}
 	}
@@ -232,7 +233,7 @@ func (w *wakeTouch) once(ctx context.Context, by string, timed bool, t *touches)
 	if _, err := w.Store.Sandbox(w.name).Sleep(ctx, sandbox.SleepOptions{}); err != nil {
 		return err
 	}
-	if err := pause(ctx, w.o.Settle); err != nil {
+	if err := wait.For(ctx, w.o.Settle); err != nil {
 		return err
 	}
 	w.drain()

@@ -8,6 +8,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -37,7 +38,7 @@ func (b *Sandbox) change(ctx context.Context, doing string, live func() error, s
 		if refused != nil || !passing(err) {
 			return r, err
 		}
-		if werr := rest(ctx, changePoll); werr != nil {
+		if werr := wait.For(ctx, changePoll); werr != nil {
 			return r, errors.Join(fmt.Errorf("%s %s: %w", doing, b.name, werr), err)
 		}
 	}
@@ -52,14 +53,4 @@ func passing(err error) bool {
 		}
 	}
 	return false
-}
-
-// rest waits for d, or until ctx ends.
-func rest(ctx context.Context, d time.Duration) error {
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-time.After(d):
-		return nil
-	}
 }

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/rootfs/initramfs"
@@ -111,7 +112,7 @@ func (s *Host) GetOrCreate(ctx context.Context, want Spec, o CreateOptions) (b *
 		case err != nil:
 			return nil, false, err
 		}
-		if rest(ctx, creationPoll) != nil {
+		if wait.For(ctx, creationPoll) != nil {
 			return nil, false, fmt.Errorf("waiting for sandbox %s, which somebody else makes: %w", want.Name, context.Cause(ctx))
 		}
 	}
@@ -322,10 +323,8 @@ func (b *Sandbox) startAwake(ctx context.Context) (rep control.Report, err error
 		if now, gerr := b.host.State.Get(b.name); gerr != nil || now.Phase == r.Phase {
 			return rep, err
 		}
-		select {
-		case <-ctx.Done():
+		if wait.For(ctx, creationPoll) != nil {
 			return rep, fmt.Errorf("starting %s: %w", b.name, context.Cause(ctx))
-		case <-time.After(creationPoll):
 		}
 	}
 }
@@ -394,7 +393,7 @@ func (s *Host) wake(ctx context.Context, name string, hold *os.File, back bool) 
 		rep, err = s.wakeOnce(ctx, name, hold, back)
 		if errors.Is(err, spec.ErrUnclaimed) && s.Cluster != nil && tries < wakeTries {
 			// It was given up just now, since it slept.
-			if err := errors.Join(rest(ctx, unclaimedRest), s.claim(ctx, name)); err != nil {
+			if err := errors.Join(wait.For(ctx, unclaimedRest), s.claim(ctx, name)); err != nil {
 				return rep, err
 			}
 			continue
@@ -402,7 +401,7 @@ func (s *Host) wake(ctx context.Context, name string, hold *os.File, back bool) 
 		if !errors.Is(err, state.ErrBetween) {
 			return rep, err
 		}
-		if werr := rest(ctx, 2*time.Millisecond); werr != nil {
+		if werr := wait.For(ctx, 2*time.Millisecond); werr != nil {
 			return control.Report{}, fmt.Errorf("waking %s: %w: %w", name, err, werr)
 		}
 	}
@@ -523,7 +522,7 @@ func (s *Host) awaitRunning(ctx context.Context, name string) (control.Report, e
 		default:
 			return control.Report{}, fmt.Errorf("%w: %s is %s", ErrNotRunning, name, r.Phase)
 		}
-		if err := rest(ctx, changePoll); err != nil {
+		if err := wait.For(ctx, changePoll); err != nil {
 			return control.Report{}, err
 		}
 	}
@@ -720,7 +719,7 @@ func (s *Host) awaitStarted(ctx context.Context, name string) (*state.Record, er
 		if err != nil || r.Phase != state.Starting {
 			return r, err
 		}
-		if err := rest(ctx, changePoll); err != nil {
+		if err := wait.For(ctx, changePoll); err != nil {
 			return nil, fmt.Errorf("waiting for VM %s to start: %w", name, err)
 		}
 	}
@@ -758,7 +757,7 @@ func (s *Host) awaitUnlocked(ctx context.Context, name string) error {
 		if !errors.Is(err, ErrRunning) {
 			return err
 		}
-		if err := rest(ctx, time.Millisecond); err != nil {
+		if err := wait.For(ctx, time.Millisecond); err != nil {
 			return fmt.Errorf("waiting for the process of VM %s to end: %w", name, err)
 		}
 	}
@@ -867,7 +866,7 @@ func (s *Host) kill(ctx context.Context, name string) error {
 		if done || err != nil {
 			return err
 		}
-		if err := rest(ctx, time.Millisecond); err != nil {
+		if err := wait.For(ctx, time.Millisecond); err != nil {
 			return fmt.Errorf("killing the process of VM %s: %w", name, err)
 		}
 	}

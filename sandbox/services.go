@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox/control"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -40,7 +41,7 @@ func (b *Sandbox) WaitService(ctx context.Context, service string) (records.Serv
 		}
 		// A guest that answers at once without an end must not be asked in a loop.
 		if time.Since(begun) < time.Second {
-			if err := rest(ctx, time.Second); err != nil {
+			if err := wait.For(ctx, time.Second); err != nil {
 				return out, fmt.Errorf("waiting for service %s of %s: %w", service, b.name, err)
 			}
 		}

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
@@ -105,7 +106,7 @@ func (b *Sandbox) Watch(ctx context.Context, o WatchOptions, f func(guest.WatchE
 			return err
 		}
 		// A process that has just ended may still look running.
-		if err := rest(ctx, awakePoll/10); err != nil {
+		if err := wait.For(ctx, awakePoll/10); err != nil {
 			return err
 		}
 	}

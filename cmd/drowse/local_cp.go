@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox"
 )
 
@@ -71,9 +72,7 @@ func awakeWithin(ctx context.Context, s *sandbox.Host, vm string, within time.Du
 		if c, err := s.Sandbox(vm).Agent(ctx); err == nil {
 			return c
 		}
-		select {
-		case <-time.After(wakePoll): // the VM has just gone to sleep, or will answer soon
-		case <-ctx.Done():
+		if wait.For(ctx, wakePoll) != nil { // the VM has just gone to sleep, or will answer soon
 			return nil
 		}
 	}

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/api/client"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
@@ -46,9 +47,7 @@ func (v farVM) WaitService(ctx context.Context, service string) (records.Service
 		if !errors.Is(err, context.DeadlineExceeded) {
 			return v.known(ctx, service), err
 		}
-		select {
-		case <-time.After(operationPoll):
-		case <-ctx.Done():
+		if wait.For(ctx, operationPoll) != nil {
 			return st, ctx.Err()
 		}
 	}
@@ -225,9 +224,7 @@ func (r *farHost) await(ctx context.Context, o wire.Operation, p *progress) (wir
 		if p != nil && o.Stage != "" {
 			p.report(o.Stage, o.Done, o.Total)
 		}
-		select {
-		case <-time.After(operationPoll):
-		case <-ctx.Done():
+		if wait.For(ctx, operationPoll) != nil {
 			late, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
 			_, _ = r.CancelOperation(late, o.ID)
 			cancel()

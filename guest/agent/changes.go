@@ -14,6 +14,7 @@ import (
 	"github.com/drowse-vm/drowse/guest/agent/proc"
 	"github.com/drowse-vm/drowse/guest/agent/upper"
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/internal/wait"
 )
 
 // Limits of finding what has changed on the disk.
@@ -54,9 +55,7 @@ func (s *Server) recordDisk(ctx context.Context, m *agentpb.ExecStart) (*diskRec
 	}
 	if err == nil {
 		// The wait gives the command's changes later times than those recorded.
-		select {
-		case <-time.After(2 * upper.Tick()):
-		case <-ctx.Done():
+		if wait.For(ctx, 2*upper.Tick()) != nil {
 			err = ctx.Err()
 		}
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/internal/relay"
 	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/internal/wait"
 )
 
 // DefaultMaxConns is how many connections a Forward carries at once by default. A VM's vsock device has room for
@@ -67,9 +68,7 @@ func (f *Forward) Serve(ctx context.Context) error {
 				// The connection waits in the kernel's queue until there are descriptors.
 				<-room
 				f.failed(err)
-				select {
-				case <-time.After(acceptPause):
-				case <-ctx.Done():
+				if wait.For(ctx, acceptPause) != nil {
 					return nil
 				}
 				continue

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox/archive"
 	"github.com/drowse-vm/drowse/sandbox/arrival"
 	"github.com/drowse-vm/drowse/sandbox/state"
@@ -122,7 +123,7 @@ func (n *Node) finish(ctx context.Context, e *arriving) (err error) {
 			return fmt.Errorf("%w: %w", arrival.ErrLost, err)
 		}
 		n.log.Warn("going on to get memory from the cluster", "sandbox", e.name, "error", err)
-		if !rest(ctx, arrivingRetry) {
+		if wait.For(ctx, arrivingRetry) != nil {
 			return context.Cause(ctx)
 		}
 	}
@@ -142,7 +143,7 @@ func (n *Node) finish(ctx context.Context, e *arriving) (err error) {
 		switch {
 		case err == nil:
 			return nil
-		case errors.Is(err, state.ErrStoreBusy) && rest(ctx, arrivingRetry):
+		case errors.Is(err, state.ErrStoreBusy) && wait.For(ctx, arrivingRetry) == nil:
 		case n.state.IsThere(e.id): // whole, and perhaps not durable: after a power cut it is had again
 			n.log.Warn("making a snapshot durable", "sandbox", e.name, "snapshot", e.id, "error", err)
 			return nil

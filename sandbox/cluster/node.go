@@ -22,6 +22,7 @@ import (
 
 	"github.com/drowse-vm/drowse/internal/lazyregexp"
 	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/archive"
 	"github.com/drowse-vm/drowse/sandbox/archive/ledger"
@@ -341,21 +342,12 @@ func (n *Node) renew(ctx context.Context) error {
 					return nil
 				}
 				n.log.Warn("joining the cluster again", "error", err)
-				if !rest(ctx, min(retryAfter, n.o.TTL)) {
+				if wait.For(ctx, min(retryAfter, n.o.TTL)) != nil {
 					return nil
 				}
 			}
 			n.log.Info("joined the cluster again", "host", n.o.Name)
 		}
-	}
-}
-
-func rest(ctx context.Context, d time.Duration) bool {
-	select {
-	case <-ctx.Done():
-		return false
-	case <-time.After(d):
-		return true
 	}
 }
 
@@ -367,7 +359,7 @@ func (n *Node) look(ctx context.Context) error {
 	var mu sync.Mutex // guards seen and retry
 	seen, retry := map[string]string{}, map[string]time.Time{}
 	swept, tidied := time.Now(), time.Now()
-	for rest(ctx, min(lookEvery, n.o.TTL/10)) {
+	for wait.For(ctx, min(lookEvery, n.o.TTL/10)) == nil {
 		mu.Lock()
 		due, err := n.due(seen)
 		if err != nil {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/guest/audit"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/e2b/answers"
 	"github.com/drowse-vm/drowse/sandbox/e2b/series"
@@ -30,10 +31,8 @@ const (
 // sample measures the running sandboxes until the server ends. It wakes none.
 func (s *Server) sample() {
 	for took := time.Duration(0); ; {
-		select {
-		case <-s.life.Done():
+		if wait.For(s.life, max(series.Every, sampleShare*took)) != nil {
 			return
-		case <-time.After(max(series.Every, sampleShare*took)):
 		}
 		begun := time.Now()
 		s.sampleAll()

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/drowse-vm/drowse/internal/lazyregexp"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/identity"
@@ -425,10 +426,8 @@ func (s *Server) ended(ctx context.Context, b *box) (*box, error) {
 	ctx, cancel := context.WithTimeout(ctx, endTime)
 	defer cancel()
 	for b.ending(time.Now()) {
-		select {
-		case <-ctx.Done():
+		if wait.For(ctx, listWait) != nil {
 			return nil, answers.Fail(http.StatusConflict, "the sandbox is being paused")
-		case <-time.After(listWait):
 		}
 		var err error
 		if b, err = s.find(b.Name()); err != nil {

@@ -25,6 +25,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/internal/wait"
 )
 
 // Headers of a delivery.
@@ -231,10 +232,8 @@ func (d *Delivery) Run(ctx context.Context) error {
 				return ctx.Err()
 			}
 			log.Warn("an event was not delivered", "event", e.ID, "type", string(e.Type), "attempt", n, "again_in", pause, "error", err)
-			select {
-			case <-ctx.Done():
+			if wait.For(ctx, pause/2+rand.N(pause/2+1)) != nil {
 				return ctx.Err()
-			case <-time.After(pause/2 + rand.N(pause/2+1)):
 			}
 			pause = min(2*pause, longestPause)
 		}

@@ -7,6 +7,7 @@ import (
 
 	"github.com/drowse-vm/drowse/devices/secrets"
 	"github.com/drowse-vm/drowse/guest"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -68,10 +69,8 @@ func (in *Instance) standStill(ctx context.Context, limit time.Duration) (releas
 		if time.Now().After(deadline) {
 			return release, begin, fmt.Errorf("%w: the guest has read one, and does not say that its copy is wiped: take them away with Sandbox.RemoveSecrets", spec.ErrSecrets)
 		}
-		select {
-		case <-ctx.Done():
+		if wait.For(ctx, secretPause) != nil {
 			return release, begin, ctx.Err()
-		case <-time.After(secretPause):
 		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
@@ -50,10 +51,8 @@ func (d Dir) Watch(ctx context.Context, name string, left, ttl time.Duration, lo
 				low()
 			}
 		}
-		select {
-		case <-ctx.Done():
+		if wait.For(ctx, look) != nil {
 			return nil
-		case <-time.After(look):
 		}
 	}
 }

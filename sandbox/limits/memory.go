@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/vmm"
 )
 
@@ -131,10 +132,8 @@ func (l *ledger) await(ctx context.Context, try func() (bool, error)) error {
 		if ok, err := try(); ok || err != nil {
 			return err
 		}
-		select {
-		case <-ctx.Done():
+		if wait.For(ctx, min(max(time.Since(begin)/8, minLedgerPoll), maxLedgerPoll)) != nil {
 			return context.Cause(ctx)
-		case <-time.After(min(max(time.Since(begin)/8, minLedgerPoll), maxLedgerPoll)):
 		}
 	}
 }

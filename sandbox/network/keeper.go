@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 	"golang.org/x/time/rate"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/netpolicy/flow"
 	"github.com/drowse-vm/drowse/netpolicy/proxy"
@@ -385,10 +386,7 @@ func (k *keeper) accept(ctx context.Context, ln *net.TCPListener, kind string) e
 		}
 		if tlsname.Passing(err) {
 			// For example, this process has too many open files: new connections wait.
-			select {
-			case <-ctx.Done():
-			case <-time.After(100 * time.Millisecond):
-			}
+			_ = wait.For(ctx, 100*time.Millisecond)
 			continue
 		}
 		if err != nil {

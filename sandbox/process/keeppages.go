@@ -3,8 +3,8 @@ package process
 import (
 	"math"
 	"path/filepath"
-	"time"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox/instance"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 )
@@ -19,10 +19,8 @@ func (p *process) keepPages() {
 		return
 	}
 	p.background.Go(func() {
-		select {
-		case <-p.lasting.Done():
+		if wait.For(p.lasting, keepDelay) != nil {
 			return
-		case <-time.After(keepDelay):
 		}
 		p.op.Lock()
 		id, limited := p.r.ID, p.quota.limit > 0

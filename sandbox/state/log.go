@@ -7,6 +7,8 @@ import (
 	"io"
 	"os"
 	"time"
+
+	"github.com/drowse-vm/drowse/internal/wait"
 )
 
 // logPoll is how often FollowLog looks at a log.
@@ -62,9 +64,7 @@ func followLog(ctx context.Context, path string, at int64, w io.Writer, ended fu
 		if last {
 			return nil
 		}
-		select {
-		case <-time.After(logPoll):
-		case <-ctx.Done():
+		if wait.For(ctx, logPoll) != nil {
 			return ctx.Err()
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox/lifetime"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -47,11 +48,9 @@ func (s *Store) SelfFork(ctx context.Context, name string) (child string, err er
 		case time.Since(begin) > SelfForkTime:
 			return "", errors.Join(fmt.Errorf("forking %s: it has taken longer than %v: whoever has begun with it may have been killed", name, SelfForkTime), s.forgetFork(ctx, name, id, true))
 		}
-		select {
-		case <-ctx.Done():
+		if wait.For(ctx, SelfForkPoll) != nil {
 			// Otherwise it would be made for a guest that no longer waits.
 			return "", errors.Join(ctx.Err(), s.forgetFork(context.WithoutCancel(ctx), name, id, true))
-		case <-time.After(SelfForkPoll):
 		}
 	}
 }

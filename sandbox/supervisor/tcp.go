@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/netpolicy"
 
 	"github.com/drowse-vm/drowse/sandbox/events"
@@ -80,9 +81,7 @@ func (d *tcpListener) accept() {
 				return
 			}
 			d.v.log.Warn("accepting a connection failed", "at", d.port.listen, "error", err)
-			select {
-			case <-time.After(acceptPause):
-			case <-d.ctx.Done():
+			if wait.For(d.ctx, acceptPause) != nil {
 				return
 			}
 			continue

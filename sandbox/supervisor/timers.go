@@ -6,6 +6,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/events"
 	"github.com/drowse-vm/drowse/sandbox/spec"
@@ -183,10 +184,8 @@ func (t *timers) fire(ctx context.Context, name string, timer spec.Timer) {
 			break
 		}
 		t.log("a timer does not wake a sandbox", "sandbox", name, "attempt", try, "error", err)
-		select {
-		case <-ctx.Done():
+		if wait.For(ctx, pause) != nil {
 			return
-		case <-time.After(pause):
 		}
 		pause *= 2
 	}

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/sandbox/events"
 )
 
@@ -176,9 +177,7 @@ func (h *udpListener) receive() {
 				return
 			}
 			h.failed("receiving a datagram failed", from, err)
-			select {
-			case <-time.After(acceptPause):
-			case <-h.ctx.Done():
+			if wait.For(h.ctx, acceptPause) != nil {
 				return
 			}
 			continue

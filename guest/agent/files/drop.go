@@ -18,6 +18,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/agentpb"
 	"github.com/drowse-vm/drowse/guest/internal/treetar"
+	"github.com/drowse-vm/drowse/internal/wait"
 )
 
 const (
@@ -94,10 +95,8 @@ func nextTick(ctx context.Context) (int64, error) {
 		if now.Nano() > first.Nano() {
 			return now.Nano(), nil
 		}
-		select {
-		case <-ctx.Done():
+		if wait.For(ctx, time.Millisecond) != nil {
 			return 0, context.Cause(ctx)
-		case <-time.After(time.Millisecond):
 		}
 	}
 	return 0, fmt.Errorf("the clock stands still: %w", unix.ETIME)

@@ -20,6 +20,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest/agent/proc"
 	"github.com/drowse-vm/drowse/guest/agentpb"
+	"github.com/drowse-vm/drowse/internal/wait"
 )
 
 // Defaults and limits of checks of services.
@@ -176,7 +177,7 @@ func get(ctx context.Context, s string) error {
 // sleep takes no more than one check and one interval from the time that the service has to become ready.
 func (v *daemon) watchOver(ctx context.Context, u *agentpb.Service) (why string) {
 	c := u.Check
-	wait, longest := time.Duration(c.IntervalNanos), time.Duration(c.IntervalNanos+c.TimeoutNanos)
+	interval, longest := time.Duration(c.IntervalNanos), time.Duration(c.IntervalNanos+c.TimeoutNanos)
 	var spent time.Duration
 	ready, fails, wakes := false, uint32(0), v.all.wakes.Load()
 	for {
@@ -193,7 +194,7 @@ func (v *daemon) watchOver(ctx context.Context, u *agentpb.Service) (why string)
 		case err == nil:
 			fails = 0
 			if !ready {
-				ready, wait = true, max(wait, v.all.alive)
+				ready, interval = true, max(interval, v.all.alive)
 				v.tell(agentpb.ServiceEvent{Event: agentpb.EventReady})
 			}
 			if c.Alive == 0 {
@@ -207,9 +208,7 @@ func (v *daemon) watchOver(ctx context.Context, u *agentpb.Service) (why string)
 		if ready && fails >= c.Alive {
 			return fmt.Sprintf("%d checks in a row have failed: %s", fails, proc.Problem(err))
 		}
-		select {
-		case <-time.After(wait):
-		case <-ctx.Done():
+		if wait.For(ctx, interval) != nil {
 			return ""
 		}
 		spent += min(time.Since(begun), longest)

@@ -26,6 +26,7 @@ import (
 
 	"github.com/drowse-vm/drowse/guest"
 	"github.com/drowse-vm/drowse/internal/lazyregexp"
+	"github.com/drowse-vm/drowse/internal/wait"
 	"github.com/drowse-vm/drowse/rootfs/image"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/tokens"
@@ -160,7 +161,7 @@ func (t *Templates) ends(b *build) {
 // runBuild runs a build to its end.
 func (t *Templates) runBuild(b *build, key tokens.Token, body buildBody) {
 	for !t.begins(b) {
-		if rest(t.life, placeEvery) != nil {
+		if wait.For(t.life, placeEvery) != nil {
 			b.set(buildError, &buildReason{Message: "the server ended before the build"})
 			return
 		}
@@ -737,7 +738,7 @@ func (b *building) start(ctx context.Context) error {
 	switch {
 	case b.body.ReadyCmd != "":
 	case b.body.StartCmd != "":
-		return rest(ctx, startTime)
+		return wait.For(ctx, startTime)
 	default:
 		return nil
 	}
@@ -750,18 +751,9 @@ func (b *building) start(ctx context.Context) error {
 		if time.Now().After(end) {
 			return &buildReason{Message: fmt.Sprintf("the template is not ready after %v: %s", readyTime, b.words(ctx, err))}
 		}
-		if err := rest(ctx, readyEvery); err != nil {
+		if err := wait.For(ctx, readyEvery); err != nil {
 			return err
 		}
-	}
-}
-
-func rest(ctx context.Context, d time.Duration) error {
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-time.After(d):
-		return nil
 	}
 }
 

@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/internal/wait"
 )
 
 // freezePoll is how often Freeze looks.
@@ -27,9 +29,7 @@ func (c *Process) Freeze(ctx context.Context) error {
 		if err != nil || still {
 			return err
 		}
-		select {
-		case <-time.After(freezePoll):
-		case <-ctx.Done():
+		if wait.For(ctx, freezePoll) != nil {
 			return fmt.Errorf("freezing a confined process: %w", context.Cause(ctx))
 		}
 	}
