@@ -67,9 +67,9 @@ var foreign = map[int64]string{
 // OpenFlags are the flags of open(2) for the directory of NewDir.
 const OpenFlags = unix.O_PATH | unix.O_DIRECTORY | unix.O_CLOEXEC
 
-// NewDir makes a directory for New of one that was opened with OpenFlags. What the device makes in it will belong to the
-// directory's present owner and group. NewDir takes f over, and closes it if it fails: for file systems such as proc
-// and sysfs.
+// NewDir makes a directory for New of one that was opened with OpenFlags. What the device makes in it will belong to
+// the directory's present owner and group. NewDir takes f over, and closes it if it fails: for file systems such as
+// proc and sysfs.
 func NewDir(f *os.File, writable bool) (*Dir, error) {
 	fd, path := int(f.Fd()), f.Name()
 	d := &Dir{f: f, fd: fd, writable: writable}

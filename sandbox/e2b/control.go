@@ -392,38 +392,43 @@ func (s *Server) inherit(ctx context.Context, b *sandbox.Sandbox) error {
 	if err != nil || len(d.Env) == 0 && d.User == "" && d.Workdir == "" {
 		return err
 	}
-	_, err = s.host.State.SetMetadata(ctx, b.Name(), func(l *spec.Metadata, unreadable error) error {
-		if l.E2B == nil {
-			return errors.Join(unreadable, sandbox.ErrNotFound)
-		}
-		l.E2B = l.E2B.Clone()
+	return s.edit(ctx, b.Name(), func(l *spec.Metadata) {
 		env := maps.Clone(d.Env)
 		if env == nil {
 			env = map[string]string{}
 		}
 		maps.Copy(env, l.E2B.EnvVars)
 		l.E2B.EnvVars, l.E2B.User, l.E2B.Workdir = env, d.User, d.Workdir
-		return unreadable
+	})
+}
+
+// edit changes the metadata of a sandbox of this wire.
+func (s *Server) edit(ctx context.Context, id string, change func(*spec.Metadata)) error {
+	_, err := s.host.State.SetMetadata(ctx, id, func(l *spec.Metadata, unreadable error) error {
+		if unreadable != nil {
+			return unreadable
+		}
+		if l.E2B == nil {
+			return fmt.Errorf("%w: %s", sandbox.ErrNotFound, id)
+		}
+		l.E2B = l.E2B.Clone()
+		change(l)
+		return nil
 	})
 	return err
 }
 
 // begin begins the time of a new sandbox, which can be used now. Until then it has more, however slow the host is.
 func (s *Server) begin(ctx context.Context, id string, timeout time.Duration) error {
-	_, err := s.host.State.SetMetadata(ctx, id, func(l *spec.Metadata, unreadable error) error {
-		l.Expires = expiry(time.Now(), timeout)
-		return unreadable
-	})
-	return err
+	return s.edit(ctx, id, func(l *spec.Metadata) { l.Expires = expiry(time.Now(), timeout) })
 }
 
 // extend makes a sandbox last at least for a time from now on.
-func (s *Server) extend(ctx context.Context, id string, timeout time.Duration) (spec.Metadata, error) {
-	return s.host.State.SetMetadata(ctx, id, func(l *spec.Metadata, unreadable error) error {
+func (s *Server) extend(ctx context.Context, id string, timeout time.Duration) error {
+	return s.edit(ctx, id, func(l *spec.Metadata) {
 		if until := expiry(time.Now(), timeout); l.Expires.Before(until) {
 			l.Expires = until
 		}
-		return unreadable
 	})
 }
 
@@ -435,17 +440,12 @@ func (s *Server) resume(ctx context.Context, b *box, timeout time.Duration, rebo
 	}
 	defer done()
 	set := func(c lifetime.Class, fresh bool) error {
-		_, err := s.host.State.SetMetadata(ctx, b.Name(), func(l *spec.Metadata, unreadable error) error {
-			if l.E2B == nil {
-				return fmt.Errorf("%w: %s", sandbox.ErrNotFound, b.Name())
-			}
+		return s.edit(ctx, b.Name(), func(l *spec.Metadata) {
 			if until := expiry(time.Now(), timeout); fresh || l.Expires.Before(until) {
 				l.Expires = until
 			}
 			l.Class = c
-			return unreadable
 		})
-		return err
 	}
 	// Whatever fails, it stays: only a running sandbox is removed at the end of its time.
 	if err := set(lifetime.Workspace, true); err != nil {
@@ -493,7 +493,7 @@ func (s *Server) connect(w http.ResponseWriter, r *http.Request, b *box) (int, a
 		status = http.StatusCreated
 		err = s.resume(r.Context(), b, timeout, body.Memory != nil && !*body.Memory && b.record.Phase == state.Asleep)
 	} else {
-		_, err = s.extend(r.Context(), b.Name(), timeout)
+		err = s.extend(r.Context(), b.Name(), timeout)
 	}
 	if err != nil {
 		return 0, nil, err
@@ -535,10 +535,7 @@ func (s *Server) pause(w http.ResponseWriter, r *http.Request, b *box) (int, any
 	defer cancel()
 	var before lifetime.Class
 	// A paused sandbox stays. Its time is over when it is resumed, which sets another one.
-	if _, err := s.host.State.SetMetadata(ctx, b.Name(), func(l *spec.Metadata, unreadable error) error {
-		before, l.Class = l.Class, lifetime.Workspace
-		return unreadable
-	}); err != nil {
+	if err := s.edit(ctx, b.Name(), func(l *spec.Metadata) { before, l.Class = l.Class, lifetime.Workspace }); err != nil {
 		return 0, nil, err
 	}
 	var err error
@@ -548,11 +545,7 @@ func (s *Server) pause(w http.ResponseWriter, r *http.Request, b *box) (int, any
 		_, err = b.Sleep(ctx, sandbox.SleepOptions{})
 	}
 	if err != nil {
-		_, again := s.host.State.SetMetadata(ctx, b.Name(), func(l *spec.Metadata, unreadable error) error {
-			l.Class = before
-			return unreadable
-		})
-		return 0, nil, errors.Join(err, again)
+		return 0, nil, errors.Join(err, s.edit(ctx, b.Name(), func(l *spec.Metadata) { l.Class = before }))
 	}
 	s.log.Info("paused", "sandbox", b.Name())
 	return http.StatusNoContent, nil, nil
@@ -655,16 +648,9 @@ func (s *Server) timeout(w http.ResponseWriter, r *http.Request, b *box) (int, a
 	if b.paused() || b.ending(time.Now()) {
 		return 0, nil, answers.Fail(http.StatusNotFound, "sandbox %s is paused", b.Name())
 	}
-	_, err = s.host.State.SetMetadata(r.Context(), b.Name(), func(l *spec.Metadata, unreadable error) error {
-		l.Expires = expiry(time.Now(), timeout)
-		if l.E2B != nil {
-			e := l.E2B.Clone()
-			e.Timeout = int64(timeout / time.Second)
-			l.E2B = e
-		}
-		return unreadable
+	return http.StatusNoContent, nil, s.edit(r.Context(), b.Name(), func(l *spec.Metadata) {
+		l.Expires, l.E2B.Timeout = expiry(time.Now(), timeout), int64(timeout/time.Second)
 	})
-	return http.StatusNoContent, nil, err
 }
 
 // maxRefresh is the longest time of a refresh, in seconds.
@@ -687,8 +673,7 @@ func (s *Server) refresh(w http.ResponseWriter, r *http.Request, b *box) (int, a
 	if b.paused() || b.ending(time.Now()) {
 		return 0, nil, answers.Fail(http.StatusNotFound, "sandbox %s is paused", b.Name())
 	}
-	_, err = s.extend(r.Context(), b.Name(), timeout)
-	return http.StatusNoContent, nil, err
+	return http.StatusNoContent, nil, s.extend(r.Context(), b.Name(), timeout)
 }
 
 func (s *Server) setNetwork(w http.ResponseWriter, r *http.Request, b *box) (int, any, error) {
@@ -709,16 +694,10 @@ func (s *Server) setNetwork(w http.ResponseWriter, r *http.Request, b *box) (int
 	if _, err := b.SetPolicy(r.Context(), policy(n, s.o.DNS)); err != nil {
 		return 0, nil, err
 	}
-	_, err = s.host.State.SetMetadata(r.Context(), b.Name(), func(l *spec.Metadata, unreadable error) error {
-		if l.E2B == nil {
-			return fmt.Errorf("%w: %s", sandbox.ErrNotFound, b.Name())
-		}
-		e := l.E2B.Clone()
-		n.Private, n.Host = e.Network.Private, e.Network.Host
-		e.Network, l.E2B = n, e
-		return unreadable
+	return http.StatusNoContent, nil, s.edit(r.Context(), b.Name(), func(l *spec.Metadata) {
+		n.Private, n.Host = l.E2B.Network.Private, l.E2B.Network.Host
+		l.E2B.Network = n
 	})
-	return http.StatusNoContent, nil, err
 }
 
 // listed is a sandbox in a list.

@@ -34,8 +34,8 @@ type Device struct {
 	index int
 }
 
-// Create makes a TAP device of this name, of 1 to 15 bytes, that vanishes when it is closed. Up raises it. It fails with
-// ErrExists if an interface of that name exists.
+// Create makes a TAP device of this name, of 1 to 15 bytes, that vanishes when it is closed. Up raises it. It fails
+// with ErrExists if an interface of that name exists.
 func Create(name string) (*Device, error) {
 	d, err := attach(name, unix.IFF_TUN_EXCL)
 	if errors.Is(err, unix.EBUSY) {
