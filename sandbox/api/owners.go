@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
+	"strings"
 
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
@@ -71,6 +73,25 @@ func (s *Server) reachesSnapshot(ctx context.Context, c Caller, prefix string) (
 		return "", missing
 	}
 	return id, nil
+}
+
+// ownTags checks the tags that a caller with an owner gives a snapshot. By those of E2B's wire, as package templates has
+// them, that wire knows whose template a snapshot is: they stay together as they are, or all go.
+func (s *Server) ownTags(c Caller, id string, tags []string) error {
+	wires := func(tags []string) []string {
+		tags = slices.DeleteFunc(slices.Clone(tags), func(t string) bool { return t != "e2b" && !strings.HasPrefix(t, "e2b-") })
+		slices.Sort(tags)
+		return slices.Compact(tags)
+	}
+	want := wires(tags)
+	if c.Owner == "" || len(want) == 0 {
+		return nil
+	}
+	is, err := s.o.Host.State.InspectSnapshot(id)
+	if err == nil && !slices.Equal(want, wires(is.Tags)) {
+		err = own(wire.CodeForbidden, "leave the tags e2b and e2b-... as they are, or out", "%s is for sandboxes of one owner, and these tags say whose a template is", c.Name)
+	}
+	return err
 }
 
 // snapshots lists those of the caller that are wanted.

@@ -187,10 +187,14 @@ func routes() []route {
 		}},
 		{method: post, path: "/v1/snapshots/{id}/tags", scope: ScopeCreate, op: "tag snapshot", says: "Give a snapshot tags, in place of those that it has. While it has any, nothing prunes it.", takes: wire.Tags{}, gives: spec.SnapshotInfo{}, needsBody: true, serve: func(s *Server, r *request) (int, any, error) {
 			id, err := s.reachesSnapshot(r.Context(), r.caller(), r.PathValue("id"))
+			tags := r.body.(*wire.Tags).Tags
+			if err == nil {
+				err = s.ownTags(r.caller(), id, tags)
+			}
 			if err != nil {
 				return 0, nil, err
 			}
-			return ok(s.o.Host.State.TagSnapshot(id, r.body.(*wire.Tags).Tags))
+			return ok(s.o.Host.State.TagSnapshot(id, tags))
 		}},
 		{method: http.MethodDelete, path: "/v1/snapshots/{id}", scope: ScopeCreate, op: "remove snapshot", says: "Remove a snapshot that nothing needs.", gives: wire.Empty{}, serve: func(s *Server, r *request) (int, any, error) {
 			id, err := s.reachesSnapshot(r.Context(), r.caller(), r.PathValue("id"))

@@ -180,7 +180,8 @@ func (t *Templates) FindSnapshot(owner, template string) (string, error) {
 	}
 	for _, i := range all { // the newest of a name
 		is := MarksOf(i)
-		named := i.ID == name || is.Name == name || is.Template != "" && is.Template == name
+		// A key without an owner reaches the snapshots of all, and by names its own: owners choose those of theirs.
+		named := i.ID == name || is.Template != "" && is.Template == name || is.Name == name && isOf(i, owner)
 		if named && (is.Template == "" && version == defaultTag || slices.Contains(is.Versions, version)) {
 			return i.ID, nil
 		}
