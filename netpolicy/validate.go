@@ -76,6 +76,35 @@ func (p *Policy) validate() error {
 	return nil
 }
 
+// CheckTenant returns an error for what would open to a tenant of the host what belongs to the host: addresses that it
+// listens at, what a name server's port would not be, and, unless private is set, the host's services and private
+// networks. A policy without such parts opens public addresses, and other endpoints that let the tenant in.
+func (p *Policy) CheckTenant(private bool) error {
+	if p == nil {
+		return nil
+	}
+	if len(p.Publish) > 0 {
+		return at("publish", "it would take addresses and ports of the host: use the gateway")
+	}
+	if p.DNS != nil {
+		for i, u := range p.DNS.Upstreams {
+			if u.Port() != 53 {
+				return at(fmt.Sprintf("dns.upstreams[%d]", i), "a name server of a tenant has port 53")
+			}
+		}
+	}
+	for i, r := range p.Rules {
+		if private || r.Direction != Egress || r.Verdict != Allow {
+			continue
+		}
+		if slices.ContainsFunc(r.Groups, func(g Group) bool { return g != Any && g != Public }) ||
+			slices.ContainsFunc(r.CIDRs, func(c CIDR) bool { return AllPrivate(c.Prefix) }) {
+			return at(fmt.Sprintf("rules[%d]", i), "it opens private addresses or the host")
+		}
+	}
+	return nil
+}
+
 // FieldError is an error of one field of a policy.
 type FieldError struct {
 	// Field is its place: "rules[2].ports[0]". Entries of lists have an index, which counts from 0.

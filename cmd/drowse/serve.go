@@ -175,7 +175,7 @@ func (a *app) serve(ctx context.Context, s *sandbox.Host, l pool.Launcher, o sup
 	server := api.New(api.Options{
 		Host: s, Version: version(), Tokens: tokensOf(web.tokens, s), Identities: web.tcp.Identities, Sources: a.sources(s), Hosts: web.hosts, Live: []api.Check{works}, Ready: readiness(s), Log: a.log, Resolvers: resolvers,
 		Mounts:  append(mounts, api.Mount{Pattern: "GET /metrics", Scope: api.ScopeRead, AllOwners: true, Handler: figures.Handler()}),
-		Context: traceContext(spans), Peers: of.peers, Cluster: of.list,
+		Context: traceContext(spans), Peers: of.peers, Cluster: of.list, OwnersPrivate: web.private,
 	})
 	passed[api.PeerService] = server
 	a.log.Info("serving", "state", s.State.Dir(), "pool", o.Pool)

@@ -28,6 +28,7 @@ type apiFlags struct {
 	tcp                              api.TCP
 	tokens, cert, key, ids, clientCA string
 	hosts                            []string
+	private                          bool
 }
 
 func (f *apiFlags) add(cmd *cobra.Command) {
@@ -40,6 +41,7 @@ func (f *apiFlags) add(cmd *cobra.Command) {
 	fl.BoolVar(&f.tcp.Plain, "no-tls", false, "allow --listen without TLS on an address that others reach, because something else encrypts")
 	fl.StringVar(&f.ids, "identities", "", "file with OpenID Connect issuers, and what their and certificates' identities may do (docs/guides/api.md)")
 	fl.StringVar(&f.clientCA, "client-ca", "", "authorities of client certificates, PEM, for --listen and --e2b with TLS; read again when it changes")
+	fl.BoolVar(&f.private, "owners-private", false, "policies of callers with an owner may open private addresses and this host")
 	fl.StringArrayVar(&f.hosts, "host", nil, "host name of this server, besides addresses and localhost; repeatable")
 }
 

@@ -77,6 +77,7 @@ func (f *e2bFlags) open(a *app, of *member, web *apiFlags, o *supervisor.Options
 	}
 	options := e2b.Options{
 		Host: s, Tokens: tokens, Identities: web.tcp.Identities, Domain: f.domain, Templates: map[string]string{}, Network: mayHaveNetworks(), DNS: servers, Peers: of.peers, Cluster: of.list, Log: a.log,
+		OwnersPrivate: web.private,
 	}
 	options.Pull = func(ctx context.Context, ref string) error {
 		images, err := image.OpenStore(s.State.ImageDir())

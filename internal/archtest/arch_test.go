@@ -78,7 +78,7 @@ var rules = []rule{
 	{"sandbox/e2b/bodies", nil},
 	{"sandbox/e2b/answers", nil},
 	{"sandbox/e2b/templates", []string{"sandbox", "sandbox/e2b/accounts", "sandbox/e2b/answers", "sandbox/e2b/bodies", "sandbox/api/tokens", "sandbox/spec", "sandbox/lifetime", "rootfs/image", "guest"}},
-	{"sandbox/e2b/e2btest", []string{"sandbox", "sandbox/api/tokens", "sandbox/e2b/...", "sandbox/pool", "sandbox/sandboxtest", "sandbox/spec", "sandbox/state", "sandbox/supervisor", "rootfs/image", "guest", "guest/agent", "guest/agentpb"}},
+	{"sandbox/e2b/e2btest", []string{"sandbox", "sandbox/api", "sandbox/api/tokens", "sandbox/api/wire", "sandbox/e2b/...", "sandbox/pool", "sandbox/sandboxtest", "sandbox/spec", "sandbox/state", "sandbox/supervisor", "rootfs/image", "guest", "guest/agent", "guest/agentpb"}},
 	{"sandbox/e2b", []string{"sandbox", "sandbox/e2b/accounts", "sandbox/e2b/bodies", "sandbox/e2b/series", "sandbox/e2b/answers", "sandbox/e2b/templates", "sandbox/cluster/peer", "sandbox/api/identity", "sandbox/api/tokens", "sandbox/gateway", "sandbox/state", "sandbox/spec", "sandbox/fleet", "sandbox/lifetime", "netpolicy", "rootfs/image", "guest", "guest/audit"}},
 	{"sandbox/lifetime", nil},
 	// Where secrets come from, which only the host knows.

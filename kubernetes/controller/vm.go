@@ -3,7 +3,6 @@ package controller
 import (
 	"errors"
 	"fmt"
-	"net/netip"
 	"reflect"
 	"slices"
 	"strings"
@@ -12,7 +11,6 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 
 	"github.com/drowse-vm/drowse/kubernetes/agents"
-	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox/records"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
@@ -132,8 +130,10 @@ func (o *Options) request(s *agents.Sandbox) (r records.Request, err error) {
 		if !reflect.DeepEqual(want, r.Spec) {
 			return r, fmt.Errorf("%w the annotation %s: it may have network, ipv6, policy, disk_mib, disk_quota_mib, hooks, idle and services", errUnsupported, AnnotationSpec)
 		}
-		if err := o.checkPolicy(want.Policy); err != nil {
-			return r, fmt.Errorf("%w the policy in the annotation %s: %w", errUnsupported, AnnotationSpec, err)
+		// A pod that opens what belongs to its node needs a hostPort, or meets NetworkPolicies, which do not see a VM's
+		// packets: they leave with the node's address.
+		if err := want.Policy.CheckTenant(o.AllowPrivate); err != nil {
+			return r, fmt.Errorf("%w the policy in the annotation %s: %w (see the controller's --allow-private)", errUnsupported, AnnotationSpec, err)
 		}
 	}
 	c := &t.Spec.Containers[0]
@@ -159,31 +159,6 @@ func (o *Options) request(s *agents.Sandbox) (r records.Request, err error) {
 		return r, fmt.Errorf("%w such a VM: %w", errUnsupported, err)
 	}
 	return r, nil
-}
-
-// checkPolicy returns an error for what would open to a tenant what belongs to the node or to other tenants. A pod that
-// does so needs a hostPort, or meets NetworkPolicies, which do not see a VM's packets: they leave with the node's
-// address.
-func (o *Options) checkPolicy(p *netpolicy.Policy) error {
-	if p == nil {
-		return nil
-	}
-	if len(p.Publish) > 0 {
-		return errors.New("publish would take addresses and ports of the node: use the gateway")
-	}
-	if p.DNS != nil && slices.ContainsFunc(p.DNS.Upstreams, func(a netip.AddrPort) bool { return a.Port() != 53 }) {
-		return errors.New("dns.upstreams have port 53")
-	}
-	for i, r := range p.Rules {
-		if o.AllowPrivate || r.Direction != netpolicy.Egress || r.Verdict != netpolicy.Allow {
-			continue
-		}
-		if slices.ContainsFunc(r.Groups, func(g netpolicy.Group) bool { return g != netpolicy.Any && g != netpolicy.Public }) ||
-			slices.ContainsFunc(r.CIDRs, func(c netpolicy.CIDR) bool { return netpolicy.AllPrivate(c.Prefix) }) {
-			return fmt.Errorf("rules[%d] opens private addresses or the node: the controller's --allow-private permits that", i)
-		}
-	}
-	return nil
 }
 
 // restarts are what a pod's restartPolicy is for a service.

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 	"github.com/drowse-vm/drowse/sandbox/records"
@@ -75,8 +76,8 @@ func (s *Server) reachesSnapshot(ctx context.Context, c Caller, prefix string) (
 	return id, nil
 }
 
-// ownTags checks the tags that a caller with an owner gives a snapshot. By those of E2B's wire, as package templates has
-// them, that wire knows whose template a snapshot is: they stay together as they are, or all go.
+// ownTags checks the tags that a caller with an owner gives a snapshot. By those of E2B's wire, as package templates
+// has them, that wire knows whose template a snapshot is: they stay together as they are, or all go.
 func (s *Server) ownTags(c Caller, id string, tags []string) error {
 	wires := func(tags []string) []string {
 		tags = slices.DeleteFunc(slices.Clone(tags), func(t string) bool { return t != "e2b" && !strings.HasPrefix(t, "e2b-") })
@@ -160,6 +161,17 @@ func (s *Server) ownSpec(c Caller, want *spec.VM, m *spec.Metadata) error {
 		// Policies of other owners' sandboxes may let in what has a tag.
 		return own(wire.CodeForbidden, "use a token without an owner", "tags of network policies belong to the host, and %s is for sandboxes of one owner", c.Name)
 	}
+	return spec.InField("policy", s.ownPolicy(c, want.Policy))
+}
+
+// ownPolicy checks the network policy that a caller with an owner gives a sandbox.
+func (s *Server) ownPolicy(c Caller, p *netpolicy.Policy) error {
+	if c.Owner == "" {
+		return nil
+	}
+	if err := p.CheckTenant(s.o.OwnersPrivate); err != nil {
+		return own(wire.CodeForbidden, "use a token without an owner, or see `drowse serve --owners-private`", "%s is for sandboxes of one owner: %w", c.Name, err)
+	}
 	return nil
 }
 
@@ -174,6 +186,9 @@ func (s *Server) ownChanges(ctx context.Context, c Caller, ch *records.Changes) 
 	}
 	if ch.Owner != nil && *ch.Owner != c.Owner {
 		return notOwner(c)
+	}
+	if err := s.ownPolicy(c, ch.Spec.Policy); err != nil {
+		return spec.InField("policy", err)
 	}
 	ch.Owner = &c.Owner // also after a reset
 	if ch.Rotate != nil && ch.Rotate.To != "" {

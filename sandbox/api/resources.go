@@ -416,7 +416,7 @@ func (s *Server) volume(name string) (wire.Volume, error) {
 
 func cloneSnapshot(s *Server, r *request) (int, any, error) {
 	m := r.body.(*wire.Clone)
-	if err := errors.Join(spec.InObject("metadata", mayPromote(r, &m.Metadata.Persist)), s.ownSpec(r.caller(), &spec.VM{}, &m.Metadata)); err != nil {
+	if err := errors.Join(spec.InObject("metadata", mayPromote(r, &m.Metadata.Persist)), s.ownSpec(r.caller(), &spec.VM{Policy: m.Policy}, &m.Metadata)); err != nil {
 		return 0, nil, err
 	}
 	id, err := s.reachesSnapshot(r.Context(), r.caller(), r.PathValue("id"))

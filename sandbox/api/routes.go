@@ -417,6 +417,9 @@ func reading() []route {
 		})},
 		{method: http.MethodPut, path: onOne + "/policy", scope: ScopeCreate, op: "set policy", says: "Replace the network policy of a sandbox. If it runs, the new one is in force when this is answered.", takes: netpolicy.Policy{}, gives: spec.PolicyResult{}, headers: ifMatch, needsBody: true, rawBody: true, serve: onSandbox(func(ctx context.Context, b *sandbox.Sandbox, r *request) (spec.PolicyResult, error) {
 			p, err := netpolicy.Parse(r.body.([]byte))
+			if err == nil {
+				err = r.server.ownPolicy(r.caller(), p)
+			}
 			if err != nil {
 				return spec.PolicyResult{}, err
 			}

@@ -81,6 +81,8 @@ type Options struct {
 	Sources *sources.Store
 	// Resolvers are the host's name servers, which clients that write policies are told.
 	Resolvers []netip.AddrPort
+	// OwnersPrivate lets callers with an owner open private addresses and the host's services in policies.
+	OwnersPrivate bool
 	// Hosts are the server's names that callers may use, beside addresses and localhost. The server refuses any
 	// other Host.
 	Hosts []string

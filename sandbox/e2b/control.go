@@ -301,7 +301,7 @@ func (s *Server) created(otherwise int64) handler {
 		if n == nil {
 			n = &networkBody{}
 		}
-		if e.Network, err = n.network(body.Internet); err != nil {
+		if e.Network, err = n.network(body.Internet, s.opensPrivate(r)); err != nil {
 			return 0, nil, err
 		}
 		asked := body.Internet != nil && *body.Internet || body.Network != nil && !e.Network.NoInternet
@@ -326,6 +326,11 @@ func (s *Server) created(otherwise int64) handler {
 		s.log.Info("created", "sandbox", id, "template", e.Template)
 		return http.StatusCreated, out, err
 	}
+}
+
+// opensPrivate reports whether the key of a request may allow its sandboxes private addresses.
+func (s *Server) opensPrivate(r *http.Request) bool {
+	return s.o.OwnersPrivate || keyOf(r.Context()).Owner == ""
 }
 
 // make makes a sandbox of a template: a snapshot, or an image.
@@ -681,7 +686,7 @@ func (s *Server) setNetwork(w http.ResponseWriter, r *http.Request, b *box) (int
 	if err := answers.Read(w, r, &body); err != nil {
 		return 0, nil, err
 	}
-	n, err := body.network(nil)
+	n, err := body.network(nil, s.opensPrivate(r))
 	if err != nil {
 		return 0, nil, err
 	}

@@ -147,7 +147,7 @@ func TestPolicy_denies_what_the_client_wants_denied(t *testing.T) {
 		"a name of all":      {networkBody{AllowOut: []string{"*.Example.com"}, DenyOut: []string{"0.0.0.0/0"}}, nil, "allowOut:allow denyOut:reject dns"},
 		"allowed without it": {networkBody{AllowOut: []string{"1.1.1.0/24"}}, &no, "allowOut:allow"},
 	} {
-		n, err := c.body.network(c.internet)
+		n, err := c.body.network(c.internet, true)
 		if err != nil {
 			t.Errorf("%s: %v", name, err)
 			continue
@@ -227,7 +227,7 @@ func FuzzBody(f *testing.F) {
 		if b.Network == nil {
 			b.Network = &networkBody{}
 		}
-		n, err := b.Network.network(b.Internet)
+		n, err := b.Network.network(b.Internet, true)
 		if err != nil {
 			return
 		}

@@ -38,8 +38,9 @@ func prefixOf(text string) (netip.Prefix, bool) {
 	return netip.PrefixFrom(a, a.BitLen()), true
 }
 
-// network returns the network that a request asks for. internet is the request's own allow_internet_access.
-func (b networkBody) network(internet *bool) (spec.E2BNetwork, error) {
+// network returns the network that a request asks for. internet is the request's own allow_internet_access, and private
+// says whether private addresses may be allowed.
+func (b networkBody) network(internet *bool, private bool) (spec.E2BNetwork, error) {
 	for _, f := range []struct {
 		name string
 		raw  json.RawMessage
@@ -77,7 +78,11 @@ func (b networkBody) network(internet *bool) (spec.E2BNetwork, error) {
 	if names && !deniesAll(n) {
 		return n, answers.Fail(400, "network.allowOut has names: they need 0.0.0.0/0 in network.denyOut")
 	}
-	return n, policy(n, &netpolicy.DNS{}).Validate()
+	p := policy(n, &netpolicy.DNS{})
+	if p.CheckTenant(private) != nil {
+		return n, answers.Fail(403, "network.allowOut: a key with an owner opens no private addresses: see `drowse serve --owners-private`")
+	}
+	return n, p.Validate()
 }
 
 // deniesAll reports whether only what AllowOut says is allowed.

@@ -57,6 +57,8 @@ type Options struct {
 	Spec sandbox.Spec
 	// Network says that sandboxes have a network. Without it, a request for one is refused.
 	Network bool
+	// OwnersPrivate lets keys with an owner allow private addresses.
+	OwnersPrivate bool
 	// DNS is the resolver of sandboxes; nil is one that asks nobody.
 	DNS *netpolicy.DNS
 	// Pull makes an image of a registry's by its usual name, for a template that a key with the scope admin builds. Nil

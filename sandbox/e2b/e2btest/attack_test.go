@@ -116,3 +116,30 @@ func TestAttack_owner_names_a_snapshot_like_what_a_key_without_an_owner_asks_for
 		t.Errorf("an owner's snapshot by its id is %q", got)
 	}
 }
+
+func TestAttack_owner_opens_private_addresses_by_the_network_of_a_sandbox(t *testing.T) {
+	w := begin(t, nil, nil)
+	ann := w.keyOf("ann")
+	private := map[string]any{"allowOut": []string{"10.0.0.0/8"}}
+	create := func(key string, network map[string]any) int {
+		return w.ask("POST", "/v2/sandboxes", map[string]any{"templateID": "base", "network": network}, "X-API-KEY", key).status
+	}
+	if got := create(ann, private); got != http.StatusForbidden {
+		t.Error("a new sandbox:", got)
+	}
+	if got := create(ann, map[string]any{"allowOut": []string{"1.1.1.1"}, "denyOut": []string{"0.0.0.0/0", "10.0.0.0/8"}}); got != http.StatusCreated {
+		t.Error("a public address:", got)
+	}
+	if got := create(w.key, private); got != http.StatusCreated {
+		t.Error("a key without an owner:", got)
+	}
+	var m made
+	if a := w.ask("POST", "/v2/sandboxes", map[string]any{"templateID": "base"}, "X-API-KEY", ann); json.Unmarshal([]byte(a.body), &m) != nil {
+		t.Fatal(a)
+	}
+	for key, want := range map[string]int{ann: http.StatusForbidden, w.key: http.StatusNoContent} {
+		if a := w.ask("PUT", "/sandboxes/"+m.SandboxID+"/network", private, "X-API-KEY", key); a.status != want {
+			t.Error("another network:", a)
+		}
+	}
+}
