@@ -120,13 +120,12 @@ func (s *Server) serveControl(w http.ResponseWriter, r *http.Request) {
 		s.answerError(w, r, answers.Fail(http.StatusForbidden, "the key does not allow it: make one with `drowse token create --e2b --scope read,exec,files,create`"))
 		return
 	}
-	select {
-	case s.slots <- struct{}{}:
-	default:
-		s.answerError(w, r, answers.Fail(http.StatusTooManyRequests, "%d requests are under way", maxControl))
+	leave, ok := s.slots.take(key.Owner)
+	if !ok {
+		s.answerError(w, r, answers.Fail(http.StatusTooManyRequests, "too many requests are under way"))
 		return
 	}
-	defer func() { <-s.slots }()
+	defer leave()
 	ctx, cancel := context.WithTimeout(r.Context(), controlTime)
 	defer cancel()
 	if _, pattern := s.mux.Handler(r); pattern == "" {
@@ -189,16 +188,15 @@ func (s *Server) key(r *http.Request) (tokens.Token, error) {
 	return id.Token, err
 }
 
-// starting lets few requests start VMs at once. The caller calls the function in the end.
-func (s *Server) starting() (func(), error) {
-	select {
-	case s.start <- struct{}{}:
-		return func() { <-s.start }, nil
-	default:
-		e := answers.Fail(http.StatusTooManyRequests, "%d sandboxes are being started", maxStarts)
+// starting lets few requests start VMs of an owner, and of all, at once. The caller calls the function in the end.
+func (s *Server) starting(owner string) (func(), error) {
+	leave, ok := s.start.take(owner)
+	if !ok {
+		e := answers.Fail(http.StatusTooManyRequests, "too many sandboxes are being started")
 		e.Kind = "sandbox_capacity_unavailable"
 		return nil, e
 	}
+	return leave, nil
 }
 
 // onBox is a handler for the sandbox of the path.
@@ -308,7 +306,7 @@ func (s *Server) created(otherwise int64) handler {
 		if !s.o.Network && asked {
 			return 0, nil, answers.Refused("network", "sandboxes of this host have none")
 		}
-		done, err := s.starting()
+		done, err := s.starting(keyOf(r.Context()).Owner)
 		if err != nil {
 			return 0, nil, err
 		}
@@ -359,11 +357,16 @@ func (s *Server) make(ctx context.Context, id string, m *spec.Metadata) error {
 
 // makeForBuild makes a sandbox that a template is built in. No list has it.
 func (s *Server) makeForBuild(ctx context.Context, snap, img string, size sandbox.Spec, m *spec.Metadata) (*sandbox.Sandbox, error) {
-	select {
-	case s.start <- struct{}{}:
-		defer func() { <-s.start }()
-	case <-ctx.Done():
-		return nil, ctx.Err()
+	for {
+		if leave, ok := s.start.take(m.Owner); ok {
+			defer leave()
+			break
+		}
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-time.After(listWait):
+		}
 	}
 	return s.boxFor(ctx, answers.NewID(), snap, img, size, spec.E2BNetwork{}, m)
 }
@@ -439,7 +442,7 @@ func (s *Server) extend(ctx context.Context, id string, timeout time.Duration) e
 
 // resume brings a paused sandbox up for a time. With reboot, what was in its memory is discarded.
 func (s *Server) resume(ctx context.Context, b *box, timeout time.Duration, reboot bool) error {
-	done, err := s.starting()
+	done, err := s.starting(b.meta.Owner)
 	if err != nil {
 		return err
 	}
@@ -595,7 +598,7 @@ func (s *Server) fork(r *http.Request, b *box, timeout time.Duration, asked *int
 	if count < 1 || count > maxForks {
 		return 0, nil, answers.Fail(http.StatusBadRequest, "count %d: use 1 to %d", count, maxForks)
 	}
-	done, err := s.starting()
+	done, err := s.starting(b.meta.Owner)
 	if err != nil {
 		return 0, nil, err
 	}

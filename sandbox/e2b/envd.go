@@ -89,13 +89,17 @@ func (s *Server) serveSandbox(w http.ResponseWriter, r *http.Request, to gateway
 	}
 	leave, ok := s.enter(to.Sandbox, maxOfOne)
 	if !ok {
-		unread(w, r)
-		w.Header().Set("Retry-After", "1")
-		envdError(w, r, http.StatusTooManyRequests, connect.CodeResourceExhausted, "too many requests to the sandbox are under way")
+		tooMany(w, r)
 		return
 	}
 	defer leave()
 	s.serveEnvd(w, r, to.Sandbox)
+}
+
+func tooMany(w http.ResponseWriter, r *http.Request) {
+	unread(w, r)
+	w.Header().Set("Retry-After", "1")
+	envdError(w, r, http.StatusTooManyRequests, connect.CodeResourceExhausted, "too many requests to the sandbox, or to those of its owner, are under way")
 }
 
 // enter counts a request to a sandbox, or one of a kind, until leave.
@@ -169,6 +173,12 @@ func (s *Server) serveEnvd(w http.ResponseWriter, r *http.Request, id string) {
 		envdError(w, r, http.StatusUnauthorized, connect.CodeUnauthenticated, message)
 		return
 	}
+	leave, ok := s.inside.take(b.meta.Owner)
+	if !ok {
+		tooMany(w, r)
+		return
+	}
+	defer leave()
 	if b.running() != nil {
 		if !b.meta.E2B.Resume || !b.paused() {
 			unread(w, r)

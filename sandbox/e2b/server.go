@@ -82,9 +82,9 @@ var Defaults = sandbox.Spec{VCPUs: 2, MemoryMiB: 512}
 // Bounds of what clients can hold.
 const (
 	maxHeader    = 64 << 10
-	maxControl   = 256  // requests of the control plane at once
-	maxStarts    = 32   // creations, resumes, forks and snapshots at once
-	maxRequests  = 8192 // requests to sandboxes at once
+	maxControl   = 256  // requests of the control plane at once: see places
+	maxStarts    = 32   // creations, resumes, forks and snapshots at once: see places
+	maxRequests  = 8192 // requests to sandboxes at once, of which places has those with a token
 	maxOfOne     = 512  // of them, to one sandbox
 	maxListsOf   = 4    // of them, that list directories, of one sandbox
 	maxStreams   = 256  // of one HTTP/2 connection
@@ -98,15 +98,15 @@ const (
 
 // Server serves E2B's wire: an http.Handler. Make it with New, and end it with Close.
 type Server struct {
-	o     Options
-	host  *sandbox.Host
-	log   *slog.Logger
-	gate  *gateway.Gateway
-	mux   *http.ServeMux // the control plane
-	envd  *http.ServeMux // the protocol in a sandbox
-	slots chan struct{}  // of the control plane
-	start chan struct{}
-	slow  time.Duration // slowTime
+	o    Options
+	host *sandbox.Host
+	log  *slog.Logger
+	gate *gateway.Gateway
+	mux  *http.ServeMux // the control plane
+	envd *http.ServeMux // the protocol in a sandbox
+	slow time.Duration  // slowTime
+	// Places of the control plane, of what starts VMs, and of requests to the protocol in sandboxes.
+	slots, start, inside *places
 
 	templates *templates.Templates
 	history   series.Store // by the ids of records: a sandbox keeps its own while it sleeps
@@ -146,7 +146,7 @@ func New(o Options) (*Server, error) {
 	}
 	s := &Server{
 		o: o, host: o.Host, log: o.Log, mux: http.NewServeMux(), envd: http.NewServeMux(),
-		slots: make(chan struct{}, maxControl), start: make(chan struct{}, maxStarts), slow: slowTime,
+		slots: newPlaces(maxControl), start: newPlaces(maxStarts), inside: newPlaces(maxRequests), slow: slowTime,
 		hubs: map[hubKey]*hub{}, watchers: map[string]*watcher{}, of: map[string]int{},
 	}
 	s.life, s.end = context.WithCancel(context.Background())

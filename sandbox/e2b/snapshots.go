@@ -43,7 +43,7 @@ func (s *Server) snapshot(w http.ResponseWriter, r *http.Request, b *box) (int, 
 	if b.paused() {
 		return 0, nil, answers.Fail(http.StatusConflict, "the sandbox is paused")
 	}
-	done, err := s.starting()
+	done, err := s.starting(b.meta.Owner)
 	if err != nil {
 		return 0, nil, err
 	}

@@ -5,6 +5,8 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
+	"fmt"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -141,5 +143,98 @@ func TestAttack_owner_opens_private_addresses_by_the_network_of_a_sandbox(t *tes
 		if a := w.ask("PUT", "/sandboxes/"+m.SandboxID+"/network", private, "X-API-KEY", key); a.status != want {
 			t.Error("another network:", a)
 		}
+	}
+}
+
+// unsent sends the head of a request whose body of so many bytes does not come. Its connection stays open.
+func (w *world) unsent(line, key string, bytes int64) net.Conn {
+	w.t.Helper()
+	c, err := net.Dial("tcp", strings.TrimPrefix(w.url, "http://"))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.t.Cleanup(func() { c.Close() })
+	fmt.Fprintf(c, "%s HTTP/1.1\r\nHost: x\r\nX-API-KEY: %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n{", line, key, bytes)
+	return c
+}
+
+func TestAttack_slow_bodies_of_an_owner_take_the_control_plane_from_others(t *testing.T) {
+	w := begin(t, nil, nil)
+	ann, bob := w.keyOf("ann"), w.keyOf("bob")
+	for range 300 { // more than the control plane has places
+		w.unsent("POST /v2/sandboxes", ann, 100)
+	}
+	w.until("the owner has no more places", func() bool {
+		return w.ask("GET", "/v2/sandboxes", nil, "X-API-KEY", ann).status == http.StatusTooManyRequests
+	})
+	for _, key := range []string{bob, w.key} {
+		if a := w.ask("GET", "/v2/sandboxes", nil, "X-API-KEY", key); a.status != http.StatusOK {
+			t.Error("others:", a)
+		}
+	}
+}
+
+func TestAttack_slow_starts_of_an_owner_keep_others_from_starting(t *testing.T) {
+	w := begin(t, nil, nil)
+	ann, bob := w.keyOf("ann"), w.keyOf("bob")
+	const starts = 40 // more than there are places
+	hers, held, begun := make(chan int, starts), make(chan struct{}), make(chan struct{}, 100*starts)
+	w.vms.Fail = func(_, name string) error {
+		if m, err := w.host.State.Metadata(name); err == nil && m.Owner == "ann" {
+			begun <- struct{}{}
+			<-held
+		}
+		return nil
+	}
+	create := func(key string) int {
+		return w.ask("POST", "/v2/sandboxes", map[string]any{"templateID": "base"}, "X-API-KEY", key).status
+	}
+	for range starts {
+		go func() { hers <- create(ann) }()
+	}
+	refused := 0
+	for going := 0; going+refused < starts; {
+		select {
+		case <-begun:
+			going++
+		case code := <-hers:
+			if refused++; code != http.StatusTooManyRequests {
+				t.Errorf("a start beyond the owner's places: %d", code)
+			}
+		}
+	}
+	for _, key := range []string{bob, w.key} {
+		if code := create(key); code != http.StatusCreated {
+			t.Error("others:", code)
+		}
+	}
+	close(held)
+	for range starts - refused {
+		if code := <-hers; code != http.StatusCreated {
+			t.Error("a start that had a place:", code)
+		}
+	}
+}
+
+func TestAttack_uploads_of_an_owner_leave_no_bytes_to_others(t *testing.T) {
+	w := begin(t, nil, nil)
+	ann, bob := w.keyOf("ann"), w.keyOf("bob")
+	link := func(key string, b requested, hash string) string {
+		t.Helper()
+		var link struct{ URL string }
+		if a := w.ask("GET", "/templates/"+b.TemplateID+"/files/"+hash, nil, "X-API-KEY", key); json.Unmarshal([]byte(a.body), &link) != nil || link.URL == "" {
+			t.Fatal(a)
+		}
+		return strings.TrimPrefix(link.URL, w.url)
+	}
+	hers, his := w.request(ann, "a"), w.request(bob, "b")
+	for i := range 5 { // what all have together, and more: the bytes are reserved before they come
+		w.unsent("PUT "+link(ann, hers, fmt.Sprint(i)), "", 1<<30)
+	}
+	w.until("the owner has no more bytes", func() bool {
+		return w.upload(ann, hers, "last", []byte("x")).status == http.StatusTooManyRequests
+	})
+	if a := w.upload(bob, his, "h", []byte("x")); a.status != http.StatusOK {
+		t.Error("others:", a)
 	}
 }

@@ -59,11 +59,13 @@ type Templates struct {
 	building map[string]*build  // by id
 	uploads  map[string]*upload // by token
 	uploaded int64              // bytes of uploads
+	// uploadedOf are those of an owner.
+	uploadedOf map[string]int64
 }
 
 // New returns the templates of a host. Close ends what builds.
 func New(o Options) *Templates {
-	t := &Templates{o: o, building: map[string]*build{}, uploads: map[string]*upload{}}
+	t := &Templates{o: o, building: map[string]*build{}, uploads: map[string]*upload{}, uploadedOf: map[string]int64{}}
 	t.life, t.end = context.WithCancel(context.Background())
 	return t
 }

@@ -53,7 +53,7 @@ const (
 	maxUploads    = 256     // that are kept, of all keys
 	maxUploadsOf  = 64      // of them, of one owner
 	maxUpload     = 1 << 30 // bytes of one
-	maxUploaded   = 4 << 30 // bytes of all
+	maxUploaded   = 4 << 30 // bytes of all; an owner's have half of them at most
 	buildTime     = time.Hour
 	keptTime      = time.Hour // of a build that has ended, and of an upload
 )
@@ -465,9 +465,9 @@ func (t *Templates) Put(w http.ResponseWriter, r *http.Request) error {
 	}
 	t.mu.Lock()
 	u := t.uploads[token]
-	room := t.uploaded+size <= maxUploaded && !t.closed
-	if u != nil && size <= maxUpload && room {
-		t.uploaded += size
+	room := u != nil && !t.closed && t.uploaded+size <= maxUploaded && (u.owner == "" || t.uploadedOf[u.owner]+size <= maxUploaded/2)
+	if room && size <= maxUpload {
+		t.count(u.owner, size)
 	}
 	t.mu.Unlock()
 	switch {
@@ -476,7 +476,7 @@ func (t *Templates) Put(w http.ResponseWriter, r *http.Request) error {
 	case size > maxUpload:
 		return answers.Fail(http.StatusRequestEntityTooLarge, "files of a step: use at most %d bytes", maxUpload)
 	case !room:
-		return answers.Fail(http.StatusTooManyRequests, "uploads have %d bytes: try again later", maxUploaded)
+		return answers.Fail(http.StatusTooManyRequests, "uploads have %d bytes, and half of that for an owner: try again later", maxUploaded)
 	}
 	f, err := t.keep(w, r, size)
 	t.mu.Lock()
@@ -485,7 +485,7 @@ func (t *Templates) Put(w http.ResponseWriter, r *http.Request) error {
 		err = errors.Join(f.Close(), answers.Fail(http.StatusNotFound, "there is no such upload any more"))
 	}
 	if err != nil {
-		t.uploaded -= size
+		t.count(u.owner, -size)
 		return err
 	}
 	t.drop(u)
@@ -497,8 +497,16 @@ func (t *Templates) Put(w http.ResponseWriter, r *http.Request) error {
 func (t *Templates) drop(u *upload) {
 	if u.file != nil {
 		_ = u.file.Close()
-		t.uploaded -= u.size
+		t.count(u.owner, -u.size)
 		u.file, u.size = nil, 0
+	}
+}
+
+// count counts bytes of an owner's uploads. The caller holds t.mu.
+func (t *Templates) count(owner string, bytes int64) {
+	t.uploaded += bytes
+	if t.uploadedOf[owner] += bytes; t.uploadedOf[owner] == 0 {
+		delete(t.uploadedOf, owner)
 	}
 }
 
