@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/http"
 	"path/filepath"
+	"sync"
 	"testing"
 
 	"github.com/drowse-vm/drowse/sandbox"
@@ -77,4 +78,38 @@ func TestAttack_owner_opens_what_belongs_to_the_host_by_a_policy(t *testing.T) {
 			}
 		}
 	}
+}
+
+func TestAttack_tokens_of_one_owner_take_the_room_of_others(t *testing.T) {
+	known := tokens.Open(filepath.Join(t.TempDir(), tokens.File))
+	begun, held := make(chan struct{}, api.MaxReads), make(chan struct{})
+	server := api.New(api.Options{Host: newMachines(t).host, Tokens: known, Mounts: []api.Mount{{Pattern: "GET /hold", Scope: api.ScopeRead, Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+		begun <- struct{}{}
+		<-held
+	})}}})
+	as := func(name, owner string) func(method, path, body string) (int, string) {
+		secret, err := known.Create(tokens.Token{Name: name, Owner: owner, Scopes: tokens.Scopes{tokens.ScopeRead}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return asker(t, server, secret)
+	}
+	one, another, other, operator := as("one", "us"), as("another", "us"), as("other", "them"), as("operator", "")
+	var all sync.WaitGroup
+	for range api.MaxReads / 2 {
+		all.Go(func() { one("GET", "/hold", "") })
+	}
+	for range api.MaxReads / 2 {
+		<-begun
+	}
+	if code, says := another("GET", "/v1/version", ""); code != http.StatusTooManyRequests {
+		t.Errorf("another token of the owner: %d %s", code, says)
+	}
+	for who, ask := range map[string]func(method, path, body string) (int, string){"another owner": other, "the operator": operator} {
+		if code, says := ask("GET", "/v1/version", ""); code != http.StatusOK {
+			t.Errorf("%s: %d %s", who, code, says)
+		}
+	}
+	close(held)
+	all.Wait()
 }

@@ -285,8 +285,11 @@ func (s *Server) bounded(want Scope, allOwners bool, in *room, next http.Handler
 		}
 		if in != nil {
 			who := c.Name
-			if want == ScopeNone {
+			switch {
+			case want == ScopeNone:
 				who = sourceOf(r.RemoteAddr)
+			case c.Owner != "":
+				who = "owner " + c.Owner // who may have any number of tokens and identities
 			}
 			leave, err := in.enter(who)
 			if err != nil {
