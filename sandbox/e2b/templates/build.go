@@ -558,7 +558,7 @@ func (b *building) copy(ctx context.Context, hash, src, dest, owner, mode string
 	}
 	from := fixed(src)
 	single := false
-	if err := each(open.reader(), func(h *tar.Header, _ io.Reader) error {
+	if err := each(ctx, open.reader(), maxCopied, func(h *tar.Header, _ io.Reader) error {
 		single = single || path.Clean(h.Name) == from && h.Typeflag != tar.TypeDir
 		return nil
 	}); err != nil {
@@ -586,7 +586,7 @@ func (b *building) copy(ctx context.Context, hash, src, dest, owner, mode string
 	go func() {
 		defer close(done)
 		out := tar.NewWriter(w)
-		err := each(open.reader(), func(h *tar.Header, content io.Reader) error {
+		err := each(ctx, open.reader(), maxCopied, func(h *tar.Header, content io.Reader) error {
 			to, ok := name(path.Clean(h.Name))
 			if !ok {
 				return nil
@@ -617,8 +617,24 @@ func (b *building) copy(ctx context.Context, hash, src, dest, owner, mode string
 // maxCopied bounds what the files of a step have when they are unpacked, in bytes.
 const maxCopied = 8 << 30
 
-// each calls f for each entry of an upload, whose names stay in the tree.
-func each(r io.Reader, f func(*tar.Header, io.Reader) error) error {
+// unpacking bounds what is unpacked of an upload. It ends with its context: what has no end holds up no build.
+type unpacking struct {
+	ctx  context.Context
+	r    io.Reader
+	left int64
+}
+
+// Read implements io.Reader.
+func (u *unpacking) Read(p []byte) (int, error) {
+	n, err := u.r.Read(p)
+	if u.left -= int64(n); u.left < 0 {
+		return 0, &buildReason{Message: "COPY: the uploaded files unpack to too many bytes"}
+	}
+	return n, cmp.Or(u.ctx.Err(), err)
+}
+
+// each calls f for each entry of an upload, whose names stay in the tree, and which unpacks to so many bytes at most.
+func each(ctx context.Context, r io.Reader, most int64, f func(*tar.Header, io.Reader) error) error {
 	in := bufio.NewReader(r)
 	var stream io.Reader = in
 	if magic, _ := in.Peek(2); bytes.Equal(magic, []byte{0x1f, 0x8b}) {
@@ -629,13 +645,16 @@ func each(r io.Reader, f func(*tar.Header, io.Reader) error) error {
 		defer z.Close()
 		stream = z
 	}
-	t := tar.NewReader(stream)
+	t := tar.NewReader(&unpacking{ctx, stream, most})
 	for n := 0; ; n++ {
 		h, err := t.Next()
-		if errors.Is(err, io.EOF) && n > 0 {
+		var reason *buildReason
+		switch {
+		case errors.Is(err, io.EOF) && n > 0:
 			return nil
-		}
-		if err != nil {
+		case errors.As(err, &reason), err != nil && ctx.Err() != nil:
+			return err
+		case err != nil:
 			return &buildReason{Message: "COPY: the uploaded files are not a tar stream, or none"}
 		}
 		if !filepath.IsLocal(h.Name) {

@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"bytes"
 	"compress/gzip"
+	"context"
 	"errors"
 	"io"
 	"path/filepath"
@@ -67,7 +68,7 @@ func TestEach_gives_the_entries_of_a_stream_that_stay_in_the_tree(t *testing.T) 
 	} {
 		t.Run(name, func(t *testing.T) {
 			var names []string
-			err := each(bytes.NewReader(c.data), func(h *tar.Header, r io.Reader) error {
+			err := each(t.Context(), bytes.NewReader(c.data), maxCopied, func(h *tar.Header, r io.Reader) error {
 				names = append(names, h.Name)
 				return nil
 			})
@@ -88,7 +89,7 @@ func FuzzEach(f *testing.F) {
 	f.Add(stream(false, &tar.Header{Typeflag: tar.TypeReg, Name: "a/b"}))
 	f.Add(stream(true, &tar.Header{Typeflag: tar.TypeLink, Name: "l", Linkname: "../a"}))
 	f.Fuzz(func(t *testing.T, data []byte) {
-		_ = each(bytes.NewReader(data), func(h *tar.Header, r io.Reader) error {
+		_ = each(t.Context(), bytes.NewReader(data), maxCopied, func(h *tar.Header, r io.Reader) error {
 			if !filepath.IsLocal(h.Name) {
 				t.Fatal(h.Name)
 			}
@@ -149,5 +150,43 @@ func TestBegins_leaves_places_for_the_builds_of_other_owners(t *testing.T) {
 	all.ends(all.building["b1"])
 	if !begins("a3", "alice") {
 		t.Error("an owner's next build does not begin after the end of another")
+	}
+}
+
+// endless is a tar stream with a file that does not end.
+type endless struct {
+	head io.Reader
+	read func()
+}
+
+func (e endless) Read(p []byte) (int, error) {
+	e.read()
+	if n, _ := e.head.Read(p); n > 0 {
+		return n, nil
+	}
+	clear(p)
+	return len(p), nil
+}
+
+func TestAttack_upload_unpacks_without_end(t *testing.T) {
+	var head bytes.Buffer
+	if err := tar.NewWriter(&head).WriteHeader(&tar.Header{Typeflag: tar.TypeReg, Name: "a", Size: 1 << 50}); err != nil {
+		t.Fatal(err)
+	}
+	none := func(*tar.Header, io.Reader) error { return nil }
+	reads := 0
+	err := each(t.Context(), endless{bytes.NewReader(head.Bytes()), func() { reads++ }}, 1<<20, none)
+	if err == nil || !strings.Contains(err.Error(), "too many bytes") {
+		t.Error("it has more bytes than it may:", err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	reads = 0
+	err = each(ctx, endless{bytes.NewReader(head.Bytes()), func() {
+		if reads++; reads == 100 {
+			cancel()
+		}
+	}}, 1<<50, none)
+	if !errors.Is(err, context.Canceled) || reads > 200 {
+		t.Error("the build has ended:", err, reads)
 	}
 }
