@@ -302,3 +302,21 @@ func TestMetadata_of_an_upload_is_refused_beyond_its_bounds(t *testing.T) {
 		}
 	}
 }
+
+func TestAttack_watchers_of_an_owner_leave_none_to_others(t *testing.T) {
+	s := &Server{watchers: map[string]*watcher{}}
+	n := 0
+	for ; n < 2*maxWatchers; n++ {
+		if !s.addWatcher(fmt.Sprint("ann", n), &watcher{box: fmt.Sprint(n / maxWatchersOf), owner: "ann"}) {
+			break
+		}
+	}
+	if n != maxWatchers/2 {
+		t.Errorf("an owner has %d of %d watchers", n, maxWatchers)
+	}
+	for _, owner := range []string{"bob", ""} {
+		if !s.addWatcher("of "+owner, &watcher{box: "of " + owner, owner: owner}) {
+			t.Errorf("owner %q has none", owner)
+		}
+	}
+}

@@ -147,6 +147,7 @@ var errServerEnds = connect.NewError(connect.CodeUnavailable, errors.New("the se
 // watcher gathers events for a client that asks for them.
 type watcher struct {
 	box    string // id of the record
+	owner  string // of the sandbox
 	cancel context.CancelFunc
 
 	mu     sync.Mutex // guards what follows
@@ -158,7 +159,7 @@ type watcher struct {
 
 // Bounds of watchers.
 const (
-	maxWatchers      = 1024 // of all sandboxes
+	maxWatchers      = 1024 // of all sandboxes; an owner's have half of them at most
 	maxWatchersOf    = 64   // of one
 	maxWatcherEvents = 4096 // that wait
 	maxWatcherBytes  = 1 << 20
@@ -169,22 +170,12 @@ const (
 func (f files) CreateWatcher(ctx context.Context, m *filesystem.CreateWatcherRequest) (*filesystem.CreateWatcherResponse, error) {
 	b := boxOf(ctx)
 	life, cancel := context.WithCancel(context.WithValue(context.WithValue(f.life, keyBox, b), keyUser, userOf(ctx)))
-	w := &watcher{box: b.record.ID, cancel: cancel, asked: time.Now()}
+	w := &watcher{box: b.record.ID, owner: b.meta.Owner, cancel: cancel, asked: time.Now()}
 	id := strings.ToLower(rand.Text())
-	f.mu.Lock()
-	of := 0
-	for _, other := range f.watchers {
-		if other.box == w.box {
-			of++
-		}
-	}
-	if f.closed || of >= maxWatchersOf || len(f.watchers) >= maxWatchers {
-		f.mu.Unlock()
+	if !f.addWatcher(id, w) {
 		cancel()
 		return nil, connect.NewError(connect.CodeResourceExhausted, errors.New("there are too many watchers: remove some"))
 	}
-	f.watchers[id] = w
-	f.mu.Unlock()
 	began := make(chan error, 1)
 	f.all.Go(func() {
 		err := f.watch(life, m.GetPath(), m.GetRecursive(), m.GetIncludeEntry(), func() error {
@@ -218,6 +209,26 @@ func (f files) CreateWatcher(ctx context.Context, m *filesystem.CreateWatcherReq
 		return nil, ctx.Err()
 	}
 	return &filesystem.CreateWatcherResponse{WatcherId: id}, nil
+}
+
+// addWatcher adds a watcher, if there is room for it.
+func (s *Server) addWatcher(id string, w *watcher) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	ofBox, ofOwner := 0, 0
+	for _, other := range s.watchers {
+		if other.box == w.box {
+			ofBox++
+		}
+		if other.owner == w.owner {
+			ofOwner++
+		}
+	}
+	if s.closed || ofBox >= maxWatchersOf || w.owner != "" && ofOwner >= maxWatchers/2 || len(s.watchers) >= maxWatchers {
+		return false
+	}
+	s.watchers[id] = w
+	return true
 }
 
 // removeWatcher ends a watcher of a sandbox, and reports whether there was one.
