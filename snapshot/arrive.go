@@ -14,22 +14,30 @@ import (
 // ReceiveLater is Receive without the memory. The memory files have their sizes and headers, and holes for all else,
 // which the caller writes: byte for byte what src has, without the header. The directory has the name ID in parent,
 // where nobody may look for snapshots. When all is there, Arrived makes it one.
-func ReceiveLater(ctx context.Context, src Source, parent string, place Placer) (*Imported, error) {
-	return imported(parent)(receive(ctx, src, filepath.Clean(parent), place, osfile.OS, true))
+func ReceiveLater(ctx context.Context, src Source, parent string, place Placer, more More) (*Imported, error) {
+	return imported(parent)(receive(ctx, src, filepath.Clean(parent), place, osfile.OS, &more))
+}
+
+// More are files of the caller that ReceiveLater has beside the memory.
+type More struct {
+	// Bytes is what they will take of the disk.
+	Bytes int64
+	// Put makes them in the directory, durably, before Placer.Adopt. It may be nil. They must be gone before Arrived.
+	Put func(dir string) error
 }
 
 // Arrived makes the snapshot, whose memory has arrived in a directory of ReceiveLater, durable and renames it to dir.
 // It fails like Open if something is missing that Open looks at; frames and leaves are the caller's to check.
-func Arrived(arriving, dir string) error {
-	err := arrived(filepath.Clean(arriving), filepath.Clean(dir))
+func Arrived(fsys osfile.FS, arriving, dir string) error {
+	err := arrived(fsys, filepath.Clean(arriving), filepath.Clean(dir))
 	if err != nil {
 		return writeError(fmt.Sprintf("completing snapshot %s", dir), err)
 	}
 	return nil
 }
 
-func arrived(arriving, dir string) error {
-	s, err := Open(arriving)
+func arrived(fsys osfile.FS, arriving, dir string) error {
+	s, err := OpenIn(fsys, arriving)
 	if err != nil {
 		return err
 	}
@@ -39,10 +47,10 @@ func arrived(arriving, dir string) error {
 	if err = errors.Join(err, s.Close()); err != nil {
 		return err
 	}
-	if err := osfile.OS.RenameNew(arriving, dir); err != nil {
+	if err := fsys.RenameNew(arriving, dir); err != nil {
 		return err
 	}
-	return errors.Join(osfile.SyncDir(filepath.Dir(dir)), osfile.SyncDir(filepath.Dir(arriving)))
+	return errors.Join(fsys.SyncDir(filepath.Dir(dir)), fsys.SyncDir(filepath.Dir(arriving)))
 }
 
 // HeaderBytes is how many bytes at the beginning of a memory file ReceiveLater has written.

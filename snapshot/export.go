@@ -304,7 +304,7 @@ type Source interface {
 
 // Receive is Import from a Source.
 func Receive(ctx context.Context, src Source, parent string, place Placer) (*Imported, error) {
-	return imported(parent)(receive(ctx, src, filepath.Clean(parent), place, osfile.OS, false))
+	return imported(parent)(receive(ctx, src, filepath.Clean(parent), place, osfile.OS, nil))
 }
 
 func imported(parent string) func(*Imported, error) (*Imported, error) {
@@ -522,11 +522,12 @@ func importTo(ctx context.Context, r io.Reader, parent string, place Placer, fsy
 		return nil, err
 	}
 	im.files = t.Files
-	return receive(ctx, im, parent, place, fsys, false)
+	return receive(ctx, im, parent, place, fsys, nil)
 }
 
-// receive makes the snapshot. With later, its memory files have only headers.
-func receive(ctx context.Context, src Source, parent string, place Placer, fsys osfile.FS, later bool) (in *Imported, err error) {
+// receive makes the snapshot. If more is not nil, its memory files have only headers.
+func receive(ctx context.Context, src Source, parent string, place Placer, fsys osfile.FS, more *More) (in *Imported, err error) {
+	later := more != nil
 	w := &writer{fs: fsys}
 	files := src.Files()
 	own, err := checkSent(files)
@@ -553,6 +554,9 @@ func receive(ctx context.Context, src Source, parent string, place Placer, fsys 
 			return nil, corrupt(exportName, exportHeader, "the table has %s of %d bytes, the manifest %s of %d", e.Name, e.Size, f.Name, f.Size)
 		}
 		need += uint64(f.Size)
+	}
+	if later {
+		need += uint64(more.Bytes)
 	}
 	dir := filepath.Join(parent, m.ID)
 	if err := unused(fsys, dir); err != nil {
@@ -622,6 +626,11 @@ func receive(ctx context.Context, src Source, parent string, place Placer, fsys 
 	for i, p := range placed {
 		if err := p.Commit(); err != nil {
 			return nil, fmt.Errorf("extra file %q: %w", files[own+i].Name, err)
+		}
+	}
+	if later && more.Put != nil {
+		if err := more.Put(temp); err != nil {
+			return nil, err
 		}
 	}
 	if place != nil {

@@ -10,7 +10,8 @@ import (
 )
 
 // Backend is a disk. Offsets and lengths are in bytes, inside [0, Size()), and
-// multiples of 512. The device calls it from one goroutine at a time.
+// multiples of 512. The device calls it from one goroutine at a time. A request that fails with [devices.ErrLater] is
+// not answered, and waits as those do for which there is no space.
 type Backend interface {
 	// Size returns the size of the disk in bytes. It does not change.
 	Size() int64

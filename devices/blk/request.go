@@ -65,7 +65,7 @@ func (d *Device) handle(c *virtq.Chain) error {
 	status := [statusSize]byte{statusOK}
 	switch {
 	case err == nil:
-	case errors.Is(err, devices.ErrAgain):
+	case errors.Is(err, devices.ErrAgain), errors.Is(err, devices.ErrLater):
 		return err
 	case errors.Is(err, errUnsupported):
 		d.stats.Refused.Add(1)

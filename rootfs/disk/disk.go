@@ -57,6 +57,10 @@ type Options struct {
 	// FS has the layers, also those that are made later; nil means the host's file system. The disk takes the locks
 	// of the files that it gets. So no other descriptor of the same open file may outlive the disk's.
 	FS osfile.FS
+	// Coming, if not nil, says of a layer below the top whether its bytes are still being written to its file, all but
+	// its header and table. It returns what waits for a range of the file, or nil if all is there. An error of that is
+	// the error of the read.
+	Coming func(path string) func(off, n int64) error
 }
 
 // Disk is an open stack. It is safe for concurrent use. Reads and writes of different blocks do not wait for each
@@ -136,9 +140,13 @@ func (d *Disk) Statfs() (st unix.Statfs_t, err error) {
 	return st, ioError("look for space", os.NewSyscallError("fstatfs", err))
 }
 
-// Allocated returns what the files of the layers take on the host, in bytes: st_blocks of stat(2).
+// Allocated returns what the files of the layers take on the host, in bytes: st_blocks of stat(2). Layers that are being
+// written do not count.
 func (d *Disk) Allocated() (sum int64, err error) {
 	for _, l := range d.all() {
+		if l.await != nil {
+			continue
+		}
 		var st unix.Stat_t
 		for err = unix.EINTR; errors.Is(err, unix.EINTR); {
 			err = unix.Fstat(int(l.os.Fd()), &st)
@@ -218,6 +226,11 @@ func (d *Disk) resolve(off, n int64) (l *layer, fileOff, length int64, err error
 		return nil, 0, length, nil
 	}
 	l = d.all()[s-1]
+	if l.await != nil {
+		if err := l.await(l.data+off, length); err != nil {
+			return nil, 0, 0, fmt.Errorf("waiting for %s: %w", l.path, err)
+		}
+	}
 	return l, l.data + off, length, nil
 }
 

@@ -45,6 +45,8 @@ type layer struct {
 	data  int64 // file offset of block 0
 	hdr   header
 	fresh bool // its name in the directory may not be durable yet
+	// await waits for a range of the file; nil if all of it is there.
+	await func(off, n int64) error
 }
 
 // flock takes or changes the lock of a layer: Exclusive for a writable top, Shared for all others.

@@ -97,6 +97,9 @@ func (e env) open(s Stack, o Options) (d *Disk, err error) {
 			continue
 		}
 		ls = append(ls, l)
+		if o.Coming != nil && l.hdr.state == StateSealed {
+			l.await = o.Coming(path)
+		}
 		if l.hdr.state == StateFrozen && !o.ReadOnly {
 			d.unsealed = append(d.unsealed, l)
 		}

@@ -37,7 +37,11 @@ type packed struct {
 	extents []extentOf
 }
 
-type extentOf struct{ off, length int64 }
+type extentOf struct {
+	off, length int64
+	// at is where its bytes are among those of all extents.
+	at int64
+}
 
 // PackedSize returns how many bytes Pack writes for the layer at path.
 func PackedSize(path string) (int64, error) {
@@ -54,11 +58,38 @@ func PackedSize(path string) (int64, error) {
 }
 
 func (p *packed) length() int64 {
-	n := packHeader + packExtent*int64(len(p.extents))
-	for _, e := range p.extents {
-		n += e.length
+	n := p.headLen()
+	if len(p.extents) > 0 {
+		last := p.extents[len(p.extents)-1]
+		n += last.at + last.length
 	}
 	return n
+}
+
+// headLen is the length of what comes before the bytes of the extents.
+func (p *packed) headLen() int64 { return packHeader + packExtent*int64(len(p.extents)) }
+
+// add adds an extent behind the others.
+func (p *packed) add(off, length int64) {
+	e := extentOf{off: off, length: length}
+	if n := len(p.extents); n > 0 {
+		e.at = p.extents[n-1].at + p.extents[n-1].length
+	}
+	p.extents = append(p.extents, e)
+}
+
+// head is what Pack writes before the bytes of the extents.
+func (p *packed) head() []byte {
+	head := make([]byte, 0, p.headLen())
+	head = append(head, packMagic...)
+	head = binary.LittleEndian.AppendUint32(head, packVersion)
+	head = binary.LittleEndian.AppendUint32(head, uint32(len(p.extents)))
+	head = binary.LittleEndian.AppendUint64(head, uint64(p.size))
+	for _, e := range p.extents {
+		head = binary.LittleEndian.AppendUint64(head, uint64(e.off))
+		head = binary.LittleEndian.AppendUint64(head, uint64(e.length))
+	}
+	return head
 }
 
 // findExtents asks the host's file system where a file has data.
@@ -76,7 +107,7 @@ func findExtents(f *os.File) (*packed, error) {
 		if len(p.extents) == maxPackExtents {
 			return nil, fmt.Errorf("packing %s: it has more than %d extents: copy it", f.Name(), maxPackExtents)
 		}
-		p.extents = append(p.extents, extentOf{data, hole - data})
+		p.add(data, hole-data)
 		off = hole
 	}
 	return p, nil
@@ -94,16 +125,7 @@ func Pack(ctx context.Context, w io.Writer, path string) error {
 	if err != nil {
 		return err
 	}
-	head := make([]byte, 0, packHeader+packExtent*len(p.extents))
-	head = append(head, packMagic...)
-	head = binary.LittleEndian.AppendUint32(head, packVersion)
-	head = binary.LittleEndian.AppendUint32(head, uint32(len(p.extents)))
-	head = binary.LittleEndian.AppendUint64(head, uint64(p.size))
-	for _, e := range p.extents {
-		head = binary.LittleEndian.AppendUint64(head, uint64(e.off))
-		head = binary.LittleEndian.AppendUint64(head, uint64(e.length))
-	}
-	if _, err := w.Write(head); err != nil {
+	if _, err := w.Write(p.head()); err != nil {
 		return fmt.Errorf("packing %s: %w", path, err)
 	}
 	for _, e := range p.extents {
@@ -188,7 +210,7 @@ func readPacked(r io.Reader) (*packed, error) {
 			return nil, fmt.Errorf("an extent of %d bytes at %d, after %d, in a file of %d: %w", length, off, end, size, ErrCorrupt)
 		}
 		end = int64(off + length)
-		p.extents = append(p.extents, extentOf{int64(off), int64(length)})
+		p.add(int64(off), int64(length))
 	}
 	return p, nil
 }

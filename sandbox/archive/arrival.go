@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -18,6 +19,7 @@ import (
 	"github.com/klauspost/compress/zstd"
 
 	"github.com/drowse-vm/drowse/internal/osfile"
+	"github.com/drowse-vm/drowse/rootfs/disk"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/state"
 	"github.com/drowse-vm/drowse/snapshot"
@@ -100,21 +102,23 @@ func (l *Line) take(ctx context.Context, urgent bool) (done func(), err error) {
 	}
 }
 
-// Arrival is the memory of a head on its way to a host, into files that snapshot.ReceiveLater has made. A VM may run on
-// them meanwhile: Ensure waits for a part. Its methods may be called from any goroutine; Close must be the last.
+// Arrival are memory and layers of a head on their way to a host, into files that have their sizes. A VM may run on them
+// meanwhile: Ensure waits for a part. Its methods may be called from any goroutine; Close must be the last.
 type Arrival struct {
 	// ID is that of the snapshot, and Dir where it is meanwhile.
 	ID, Dir string
 
 	line  *Line
 	store blob.Store
+	fs    osfile.FS
+	again bool // an earlier process may have written frames
 	files map[string]*awaitedFile
 	order []*awaitedFile
 	left  atomic.Int64 // frames that are missing
 	ctx   context.Context
 	end   context.CancelFunc
 
-	mu sync.Mutex // guards begins of wg against Close
+	mu sync.Mutex // guards begins of wg against Close, and files and order while layers begin to come
 	wg sync.WaitGroup
 	// lost is closed when it is known that the rest never comes. Then err says why.
 	lost     chan struct{}
@@ -122,15 +126,19 @@ type Arrival struct {
 	err      error
 }
 
-// awaitedFile is a memory file of which frames are missing.
+// awaitedFile is a memory file or layer of which frames are missing.
 type awaitedFile struct {
-	key string
-	x   *index
-	f   *os.File
-	// begins is what is here in place of the first bytes that were sent.
+	key  string
+	x    *index
+	f    osfile.File
+	size int64 // of f
+	// begins is what a memory file has here in place of the first bytes that were sent.
 	begins [snapshot.HeaderBytes]byte
 	// again means that an earlier process may have written frames.
 	again bool
+	// layer says where the bytes of a layer are, which is sent packed. Until that is known, early has its first frames.
+	layer *disk.Packed
+	early [][]byte
 
 	mu     sync.Mutex // guards frames
 	frames []*flight  // nil for a frame that is missing
@@ -149,70 +157,195 @@ var here = func() *flight {
 	return f
 }()
 
-// PullLater gets the head's snapshot without its memory, and its image if the store lacks that. The store has no such
-// snapshot before state.Store.Arrived. The hosts that share sandboxes trust each other with all that a snapshot says.
-func (h *Head) PullLater(ctx context.Context, s *state.Store, line *Line) (*Arrival, error) {
+// PullLater gets the head's snapshot without its memory and large layers, and its image if the store lacks that. The
+// store has no such snapshot before state.Store.Arrived. The hosts that share sandboxes trust each other with all that a
+// snapshot says.
+func (h *Head) PullLater(ctx context.Context, s *state.Store, line *Line) (_ *Arrival, err error) {
 	if err := h.e.a.pullImage(ctx, s, h.e.Image, nil); err != nil {
 		return nil, err
 	}
 	if err := h.e.readIndexes(ctx); err != nil {
 		return nil, err
 	}
-	in, err := s.ReceiveLater(ctx, behindDoc{h.e, s.SystemDisks()}, state.ImportOptions{Trust: true})
+	a := h.arrival(s.FS, line)
+	defer a.closeIf(&err)
+	numbers, later := h.laterLayers()
+	begin := func(l *state.LaterLayer, path string) error {
+		ctx, cancel := context.WithTimeoutCause(ctx, readTime, errSlowStore)
+		defer cancel()
+		return a.addLayer(ctx, h.e, numbers[l.Sum], path, os.O_CREATE|os.O_EXCL)
+	}
+	in, err := s.ReceiveLater(ctx, behindDoc{h.e, s.SystemDisks()}, state.ImportOptions{Trust: true}, later, begin)
 	if err != nil {
 		return nil, err
 	}
-	return h.arrival(s, line, in.ID, false)
+	a.ID, a.Dir = in.ID, s.ArrivingDir(in.ID)
+	return a, a.addMemory(h.e)
 }
 
 // Resume goes on with what PullLater has begun in an earlier process.
-func (h *Head) Resume(ctx context.Context, s *state.Store, line *Line, id string) (*Arrival, error) {
+func (h *Head) Resume(ctx context.Context, s *state.Store, line *Line, id string) (_ *Arrival, err error) {
 	if err := h.e.readIndexes(ctx); err != nil {
 		return nil, err
 	}
-	return h.arrival(s, line, id, true)
+	a := h.arrival(s.FS, line)
+	defer a.closeIf(&err)
+	a.ID, a.Dir, a.again = id, s.ArrivingDir(id), true
+	numbers, later := h.laterLayers()
+	for i := range later {
+		err := a.addLayer(ctx, h.e, numbers[later[i].Sum], filepath.Join(a.Dir, later[i].Base()), 0)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) { // the store had it, or it has arrived and has its name
+			return nil, err
+		}
+	}
+	return a, a.addMemory(h.e)
 }
 
-func (h *Head) arrival(s *state.Store, line *Line, id string, again bool) (_ *Arrival, err error) {
-	a := &Arrival{ID: id, Dir: s.ArrivingDir(id), line: line, store: h.e.a.store, files: map[string]*awaitedFile{}, lost: make(chan struct{})}
-	a.ctx, a.end = context.WithCancel(context.Background())
-	defer func() {
-		if err != nil {
-			_ = a.Close()
+// laterBytes is how many bytes a packed layer has at most that comes with the snapshot: of two frames, one has its
+// header and the other its table.
+const laterBytes = 2 * frameSize
+
+// isLater reports whether a file is a layer that comes later.
+func (f *entryFile) isLater() bool {
+	return f.Extra && f.Name != state.SystemFile && f.Size > laterBytes
+}
+
+// laterLayers returns the layers that come later, and by their sums their numbers among the files.
+func (h *Head) laterLayers() (numbers map[string]int, later []state.LaterLayer) {
+	numbers = map[string]int{}
+	for i := range h.e.m.Files {
+		f, x := &h.e.m.Files[i], h.e.indexes[i]
+		if !f.isLater() {
+			continue
 		}
-	}()
+		sum := x.sum()
+		numbers[sum] = i
+		later = append(later, state.LaterLayer{
+			Name: f.Name, Sum: sum, Size: f.Size, Same: func(r io.Reader) error { return x.same(r, io.Discard) },
+		})
+	}
+	return numbers, later
+}
+
+func (h *Head) arrival(fsys osfile.FS, line *Line) *Arrival {
+	a := &Arrival{line: line, store: h.e.a.store, fs: fsys, files: map[string]*awaitedFile{}, lost: make(chan struct{})}
+	a.ctx, a.end = context.WithCancel(context.Background())
+	return a
+}
+
+func (a *Arrival) closeIf(err *error) {
+	if *err != nil {
+		_ = a.Close()
+	}
+}
+
+// addMemory begins with the memory files.
+func (a *Arrival) addMemory(e *Entry) error {
 	m, err := snapshot.ReadManifest(a.Dir)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	// Behind the document and the manifest.
 	const first = 2
-	if len(h.e.m.Files) < first+len(m.Memory.Files) {
-		return nil, fmt.Errorf("%w: head %.12s has not the memory of snapshot %.12s", ErrCorrupt, h.e.ID, id)
+	if len(e.m.Files) < first+len(m.Memory.Files) {
+		return fmt.Errorf("%w: head %.12s has not the memory of snapshot %.12s", ErrCorrupt, e.ID, a.ID)
 	}
+	var memory []*awaitedFile
 	for i, mf := range m.Memory.Files {
-		sent := h.e.m.Files[first+i]
+		sent := e.m.Files[first+i]
 		if sent.Extra || sent.Size != mf.Size {
-			return nil, fmt.Errorf("%w: head %.12s has not the memory of snapshot %.12s", ErrCorrupt, h.e.ID, id)
+			return fmt.Errorf("%w: head %.12s has not the memory of snapshot %.12s", ErrCorrupt, e.ID, a.ID)
 		}
-		w := &awaitedFile{key: h.e.m.file(first + i), x: h.e.indexes[first+i], again: again}
-		if w.f, err = os.OpenFile(filepath.Join(a.Dir, mf.Name), os.O_RDWR, 0); err != nil {
-			return nil, err
+		w, err := a.add(e, first+i, filepath.Join(a.Dir, mf.Name), 0)
+		if err != nil {
+			return err
 		}
-		a.files[mf.Name], a.order = w, append(a.order, w)
+		memory = append(memory, w)
 		if _, err := w.f.ReadAt(w.begins[:], 0); err != nil {
-			return nil, err
-		}
-		w.frames = make([]*flight, len(w.x.frames))
-		for k := range w.frames {
-			if w.x.frames[k].stored == 0 {
-				w.frames[k] = here // holes are zeros
-			} else {
-				a.left.Add(1)
-			}
+			return err
 		}
 	}
-	return a, nil
+	// Guests need more of it, and sooner, than of their disks.
+	a.order = append(memory, a.order[:len(a.order)-len(memory)]...)
+	return nil
+}
+
+// add begins with a file of the head.
+func (a *Arrival) add(e *Entry, i int, path string, flags int) (*awaitedFile, error) {
+	w := &awaitedFile{key: e.m.file(i), x: e.indexes[i], size: e.m.Files[i].Size, again: a.again}
+	f, err := a.fs.OpenFile(path, os.O_RDWR|flags, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	w.f, w.frames = f, make([]*flight, len(w.x.frames))
+	for k := range w.frames {
+		if w.x.frames[k].stored == 0 {
+			w.frames[k] = here // holes are zeros
+		} else {
+			a.left.Add(1)
+		}
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.files[filepath.Base(path)], a.order = w, append(a.order, w)
+	return w, nil
+}
+
+// addLayer begins with a layer. When it returns, the file has its size, and header and table durably.
+func (a *Arrival) addLayer(ctx context.Context, e *Entry, i int, path string, flags int) error {
+	w, err := a.add(e, i, path, flags)
+	if err != nil {
+		return err
+	}
+	if err := a.unpack(ctx, w); err != nil || a.again {
+		return err
+	}
+	for n := 0; ; n++ { // the table when the header is there
+		ranges := disk.Beginnings(w.f)
+		if n == len(ranges) {
+			return w.f.Sync()
+		}
+		if err := a.ensure(ctx, w, ranges[n][0], min(ranges[n][1], max(w.size-ranges[n][0], 0))); err != nil {
+			return err
+		}
+	}
+}
+
+// unpack finds out where the bytes of a layer belong.
+func (a *Arrival) unpack(ctx context.Context, w *awaitedFile) error {
+	w.early = make([][]byte, len(w.frames))
+	// Nothing of it is known to be here, and a frame of zeros is no beginning.
+	var head []byte
+	for n := disk.PackedHead(nil); int64(len(head)) < n; n = disk.PackedHead(head) {
+		end := int((n-1)/frameSize) + 1
+		if end > len(w.frames) {
+			return fmt.Errorf("%w: %s is no packed layer", ErrCorrupt, w.key)
+		}
+		if err := a.want(ctx, w, 0, end, true); err != nil {
+			return err
+		}
+		head = nil
+		for i := range end {
+			if w.early[i] == nil { // zeros
+				w.early[i] = zeroFrame[:w.x.plain(i)]
+			}
+			head = append(head, w.early[i]...)
+		}
+	}
+	p, err := disk.ReadPacked(bytes.NewReader(head), w.x.size)
+	if err != nil {
+		return fmt.Errorf("%w: %s: %w", ErrCorrupt, w.key, err)
+	}
+	if err := w.f.Truncate(p.FileSize()); err != nil {
+		return fmt.Errorf("writing a layer from the archive: %w", err)
+	}
+	for i, b := range w.early {
+		if err := p.WriteAt(w.f, b, int64(i)*frameSize); err != nil {
+			return err
+		}
+	}
+	w.size, w.layer, w.early = p.FileSize(), p, nil
+	return nil
 }
 
 // Close ends all reads.
@@ -229,10 +362,10 @@ func (a *Arrival) Close() error {
 	return errors.Join(errs...)
 }
 
-// Lost is closed when it is certain that the memory never comes, and Err says why.
+// Lost is closed when it is certain that the rest never comes, and Err says why.
 func (a *Arrival) Lost() <-chan struct{} { return a.lost }
 
-// Err returns why the memory never comes, once Lost is closed.
+// Err returns why the rest never comes, once Lost is closed.
 func (a *Arrival) Err() error {
 	select {
 	case <-a.lost:
@@ -252,11 +385,19 @@ func (a *Arrival) lose(err error) {
 // Missing returns how many frames are missing.
 func (a *Arrival) Missing() int64 { return a.left.Load() }
 
-// Ensure waits until bytes of a memory file are there. It tries again while the store fails.
+// Ensure waits until bytes of a memory file or layer are there. It tries again while the store fails.
 func (a *Arrival) Ensure(ctx context.Context, name string, off, n int64) error {
 	w := a.files[name]
-	if w == nil || off < 0 || n < 0 || off > w.x.size || n > w.x.size-off {
+	if w == nil || off < 0 || n < 0 || off > w.size || n > w.size-off {
 		return fmt.Errorf("%w: %d bytes at %d of %.80q", fs.ErrInvalid, n, off, name)
+	}
+	return a.ensure(ctx, w, off, n)
+}
+
+func (a *Arrival) ensure(ctx context.Context, w *awaitedFile, off, n int64) error {
+	if w.layer != nil {
+		first, end := w.layer.Range(off, n)
+		off, n = first, end-first
 	}
 	if n == 0 {
 		return nil
@@ -314,7 +455,7 @@ func (a *Arrival) want(ctx context.Context, w *awaitedFile, first, end int, urge
 		case <-a.lost:
 			return a.err
 		case <-a.ctx.Done():
-			return fmt.Errorf("getting memory from the archive: %w", context.Canceled)
+			return fmt.Errorf("getting memory and layers from the archive: %w", context.Canceled)
 		}
 	}
 }
@@ -409,10 +550,10 @@ func (a *Arrival) readRun(ctx context.Context, w *awaitedFile, frames []int, siz
 	defer cancel()
 	err := a.store.ReadAt(ctx, fmt.Sprintf("%s/%d", w.key, at.pack), body, int64(at.off))
 	if errors.Is(err, blob.ErrNotFound) {
-		return fmt.Errorf("getting memory from the archive: %w: it has been removed meanwhile, or a part of it is lost (%w)", ErrNotFound, err)
+		return fmt.Errorf("getting memory and layers from the archive: %w: it has been removed meanwhile, or a part of it is lost (%w)", ErrNotFound, err)
 	}
 	if err != nil {
-		return fmt.Errorf("getting memory from the archive: %w", err)
+		return fmt.Errorf("getting memory and layers from the archive: %w", err)
 	}
 	d, _ := decoders.Get().(*zstd.Decoder)
 	defer decoders.Put(d)
@@ -424,25 +565,43 @@ func (a *Arrival) readRun(ctx context.Context, w *awaitedFile, frames []int, siz
 			return fmt.Errorf("%w: frame %d of %s: %w", ErrCorrupt, i, w.key, err)
 		}
 		body = body[f.stored:]
-		if i == 0 {
-			copy(b, w.begins[:])
-		}
-		if _, err := w.f.WriteAt(b, int64(i)*frameSize); err != nil {
-			return fmt.Errorf("writing memory from the archive: %w", err)
+		if err := w.write(i, b); err != nil {
+			return fmt.Errorf("writing memory and layers from the archive: %w", err)
 		}
 	}
 	return nil
+}
+
+// write puts the plain bytes of a frame where they belong.
+func (w *awaitedFile) write(i int, b []byte) error {
+	switch {
+	case w.layer != nil:
+		return w.layer.WriteAt(w.f, b, int64(i)*frameSize)
+	case w.early != nil:
+		w.early[i] = bytes.Clone(b)
+		return nil
+	case i == 0:
+		copy(b, w.begins[:])
+	}
+	_, err := w.f.WriteAt(b, int64(i)*frameSize)
+	return err
 }
 
 var errSlowStore = fmt.Errorf("the store of objects has not answered within %v", readTime)
 
 // isHere reports whether an earlier process has written a frame. The first one has another header here.
 func (a *Arrival) isHere(w *awaitedFile, i int) bool {
-	if i == 0 {
+	if i == 0 || w.early != nil {
 		return false
 	}
 	b := make([]byte, w.x.plain(i))
-	if _, err := w.f.ReadAt(b, int64(i)*frameSize); err != nil || bytes.Equal(b, zeroFrame[:len(b)]) {
+	var err error
+	if w.layer != nil {
+		err = w.layer.ReadAt(w.f, b, int64(i)*frameSize)
+	} else {
+		_, err = w.f.ReadAt(b, int64(i)*frameSize)
+	}
+	if err != nil || bytes.Equal(b, zeroFrame[:len(b)]) {
 		return false
 	}
 	return sha256.Sum256(b) == w.x.frames[i].sum
@@ -450,7 +609,7 @@ func (a *Arrival) isHere(w *awaitedFile, i int) bool {
 
 // Open opens the snapshot as far as it is there: it waits for the root of its index.
 func (a *Arrival) Open(ctx context.Context) (*snapshot.Snapshot, error) {
-	return snapshot.OpenArriving(osfile.OS, a.Dir, func(name string, off, n int64) error { return a.Ensure(ctx, name, off, n) })
+	return snapshot.OpenArriving(a.fs, a.Dir, func(name string, off, n int64) error { return a.Ensure(ctx, name, off, n) })
 }
 
 // Load waits until the index of all pages is there, which is small, and then until the content of some is. Unless it is
@@ -554,7 +713,7 @@ func (a *Arrival) Run(ctx context.Context) error {
 	for _, w := range a.order {
 		// By these descriptors: others may not be told what went wrong before they were opened.
 		if err := w.f.Sync(); err != nil {
-			return fmt.Errorf("writing memory from the archive: %w", err)
+			return fmt.Errorf("writing memory and layers from the archive: %w", err)
 		}
 	}
 	return nil

@@ -138,6 +138,16 @@ func decodeIndex(b []byte, size int64) (*index, error) {
 	return x, nil
 }
 
+// sum is a hash that only the content of the file has, however it is compressed.
+func (x *index) sum() string {
+	h := sha256.New()
+	fmt.Fprintf(h, "%s %d %d\n", indexMagic, frameSize, x.size)
+	for i := range x.frames {
+		h.Write(x.frames[i].sum[:])
+	}
+	return hex.EncodeToString(h.Sum(nil))
+}
+
 var encoders = sync.Pool{New: func() any {
 	e, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderCRC(false),
 		zstd.WithSingleSegment(true), zstd.WithLowerEncoderMem(true), zstd.WithWindowSize(frameSize))

@@ -74,28 +74,44 @@ func (a *Archive) Head(ctx context.Context, id string) (*Head, error) {
 // SealedFor is Entry.SealedFor.
 func (h *Head) SealedFor() string { return h.e.SealedFor() }
 
-// behindDoc is a head without its document.
+// behindDoc is a head without its document and the layers that come later. Its indexes were read.
 type behindDoc struct {
 	*Entry
 	// local are files that may have the content of the disk with the agent, which most hosts have.
 	local []string
 }
 
-func (b behindDoc) Files() []snapshot.SentFile { return b.Entry.Files()[1:] }
+// numbers are those of its files in the head.
+func (b behindDoc) numbers() (out []int) {
+	for i := range b.m.Files {
+		if i > 0 && !b.m.Files[i].isLater() {
+			out = append(out, i)
+		}
+	}
+	return out
+}
+
+func (b behindDoc) Files() (out []snapshot.SentFile) {
+	for _, i := range b.numbers() {
+		out = append(out, b.m.Files[i].SentFile)
+	}
+	return out
+}
 
 func (b behindDoc) Copy(ctx context.Context, i int, w io.Writer) error {
-	if f := b.m.Files[i+1]; f.Extra && f.Name == state.SystemFile && b.indexes != nil {
+	i = b.numbers()[i]
+	if f := b.m.Files[i]; f.Extra && f.Name == state.SystemFile {
 		for _, path := range b.local {
-			if b.indexes[i+1].same(path, io.Discard) == nil {
-				return b.indexes[i+1].same(path, w)
+			if b.indexes[i].sameFile(path, io.Discard) == nil {
+				return b.indexes[i].sameFile(path, w)
 			}
 		}
 	}
-	return b.Entry.Copy(ctx, i+1, w)
+	return b.Entry.Copy(ctx, i, w)
 }
 
-// same writes a local file to w, as far as it is the one that the index describes.
-func (x *index) same(path string, w io.Writer) error {
+// sameFile writes a local file to w, as far as it is the one that the index describes.
+func (x *index) sameFile(path string, w io.Writer) error {
 	f, err := os.Open(path)
 	if err != nil {
 		return err
@@ -104,10 +120,15 @@ func (x *index) same(path string, w io.Writer) error {
 	if st, err := f.Stat(); err != nil || st.Size() != x.size {
 		return errors.Join(err, errFrame)
 	}
+	return x.same(f, w)
+}
+
+// same copies what the index describes from r to w, and fails where r has something else.
+func (x *index) same(r io.Reader, w io.Writer) error {
 	b := make([]byte, frameSize)
 	for i := range x.frames {
 		b := b[:x.plain(i)]
-		if _, err := io.ReadFull(f, b); err != nil {
+		if _, err := io.ReadFull(r, b); err != nil {
 			return err
 		}
 		if !x.frames[i].is(b) {

@@ -127,7 +127,7 @@ type Instance struct {
 	space     spaceWait
 	closers   []io.Closer
 	snap      *snapshot.Snapshot // what the VM was restored from, or nil
-	awaited   *awaited           // of the memory of snap, or nil
+	awaited   *awaited           // of the memory of snap and layers of the disk, or nil
 	pager     *pager.Pager
 	// cached has pages of snap; nil without Parts.PageCache.
 	cached *pagecache.Reader
@@ -164,6 +164,9 @@ func begin(p Parts) (in *Instance, err error) {
 	}
 	for _, v := range p.Volumes {
 		in.closers = append(in.closers, v)
+	}
+	if p.Arriving != nil {
+		in.awaited = newAwaited(p.Arriving)
 	}
 	if p.RAM == nil {
 		if in.mem, in.prebuilt = p.Prebuilt.take(p.Spec.Shape()); in.mem != nil {
@@ -206,7 +209,7 @@ func (in *Instance) assemble(net netStart) (err error) {
 	if err = readOnly(deviceImage, p.Image); err != nil {
 		return err
 	}
-	if in.disk, err = disk.Open(p.Disk, disk.Options{FS: p.files()}); err != nil {
+	if in.disk, err = disk.Open(p.Disk, disk.Options{FS: p.files(), Coming: in.coming}); err != nil {
 		return fmt.Errorf("opening the VM's disk: %w", err)
 	}
 	in.space.space = newSpace(filepath.Dir(p.Disk.Top()), in.disk.Statfs, int64(in.mem.Size()))
@@ -524,8 +527,7 @@ func (in *Instance) putTogether(net netStart, open func() ([]snapshot.Payload, e
 
 // open opens the snapshot in a directory, starts a pager for RAM, and returns the states of the machine's parts.
 func (in *Instance) open(dir string) (states []snapshot.Payload, err error) {
-	if a := in.parts.Arriving; a != nil {
-		in.awaited = newAwaited(a)
+	if in.awaited != nil {
 		in.snap, err = snapshot.OpenArriving(in.parts.files(), dir, in.awaited.ensure)
 	} else {
 		in.snap, err = snapshot.OpenIn(in.parts.files(), dir)

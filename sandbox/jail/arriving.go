@@ -18,7 +18,7 @@ const (
 	maxEnsure = 1 << 20
 	// ensuresAtOnce leaves calls for all else.
 	ensuresAtOnce = maxCalls / 2
-	// ArrivalTime is how long a guest waits for a part of its memory that is on its way, and Patience after how much of
+	// ArrivalTime is how long a guest waits for a part of its memory or disk that is on its way, and Patience after how much of
 	// it the VM is frozen. In the end the VM ends. It is less than fileTimeout, and, with what a lease may add to it, than
 	// times.silent.
 	ArrivalTime = 4 * time.Minute
@@ -41,7 +41,18 @@ func (j *Jail) openSnapshot(dir string, a *instance.Arriving) (files []*os.File,
 	return files, nil, err
 }
 
-// ensure judges what a process asks for of the memory that is on its way.
+// openLayer calls open with where a layer of the disk is: with its snapshot while that is on its way. coming says so.
+func (v *VM) openLayer(name string, open func(at string) error) (coming bool, err error) {
+	if a := v.parts.Arriving; a != nil {
+		// In this order: a layer that has arrived is moved to its name.
+		if err = open(filepath.Join(a.Dir, filepath.Base(name))); !errors.Is(err, fs.ErrNotExist) {
+			return true, err
+		}
+	}
+	return false, open(name)
+}
+
+// ensure judges what a process asks for of what is on its way.
 func (v *VM) ensure(ctx context.Context, o ensureOrder) error {
 	a := v.parts.Arriving
 	size, known := v.arriving[o.File]
@@ -54,10 +65,10 @@ func (v *VM) ensure(ctx context.Context, o ensureOrder) error {
 	return a.Ensure(ctx, o.File, o.Off, o.Len)
 }
 
-// Arrived tells the process that all of its memory is there: it need not ask any more.
+// Arrived tells the process that all is there: it need not ask any more.
 func (v *VM) Arrived() error { return v.callSoon(callArrived, none{}, nil) }
 
-// ensure asks the keeper for a part of a memory file.
+// ensure asks the keeper for a part of a memory file or layer.
 func (c *child) ensure(ctx context.Context, file string, off, n int64) error {
 	// The keeper answers in time.
 	ctx, cancel := context.WithTimeout(ctx, ArrivalTime+fileTimeout)
@@ -69,7 +80,7 @@ func (c *child) ensure(ctx context.Context, file string, off, n int64) error {
 		return context.Cause(ctx)
 	}
 	if _, err := c.keeper().Call(ctx, callEnsure, ensureOrder{file, off, n}, nil); err != nil {
-		return fmt.Errorf("memory that is on its way to this host: %w", err)
+		return fmt.Errorf("what is on its way to this host: %w", err)
 	}
 	return nil
 }
@@ -78,13 +89,21 @@ func (c *child) ensure(ctx context.Context, file string, off, n int64) error {
 func arrivingFiles(files []*os.File) (map[string]int64, error) {
 	out := map[string]int64{}
 	for _, f := range files {
-		st, err := f.Stat()
+		size, err := sizeOf(f)
 		if err != nil {
 			return nil, err
 		}
 		if name := filepath.Base(f.Name()); name != snapshot.ManifestName {
-			out[name] = st.Size()
+			out[name] = size
 		}
 	}
 	return out, nil
+}
+
+func sizeOf(f *os.File) (int64, error) {
+	st, err := f.Stat()
+	if err != nil {
+		return 0, err
+	}
+	return st.Size(), nil
 }

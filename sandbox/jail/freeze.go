@@ -18,7 +18,7 @@ const freezeTime = time.Second
 var errFrozen = errors.New("the VM is frozen")
 
 // waitsForMemory is why a VM is frozen whose guest waits for memory for long.
-const waitsForMemory = "frozen: the store does not give memory that its guest needs: it goes on when the store does, and ends after some minutes"
+const waitsForMemory = "frozen: the store does not give memory or disk that its guest needs: it goes on when the store does, and ends after some minutes"
 
 // Freeze stops the VM, and returns when nothing of its guest runs. After an error that may not be so. Each call needs
 // one of Thaw with the same reason, whatever it returns. Only Fail and Close end it before.

@@ -319,7 +319,7 @@ func (c *child) start(ctx context.Context, o startOrder) (any, error) {
 		p.Console = f
 	}
 	if o.Arriving {
-		p.Arriving, p.PageCache = &instance.Arriving{Ensure: c.ensure}, ""
+		p.Arriving, p.PageCache = &instance.Arriving{Layers: o.Coming, Ensure: c.ensure}, ""
 	}
 	if o.Fork {
 		if p.RAM = c.fs.take(passRAM); p.RAM == nil {

@@ -57,7 +57,7 @@ const (
 	callResumed    = "resumed"    // nothing -> nothing
 	callSymbolize  = "symbolize"  // address -> symbol
 	callLinkReady  = "link-ready" // nothing -> nothing, when the policy is in force
-	callEnsure     = "ensure"     // ensureOrder -> nothing, when so much of a memory file is there
+	callEnsure     = "ensure"     // ensureOrder -> nothing, when so much of a file is there
 	postCalm       = "calm"
 	postService    = "service" // guest.ServiceEvent
 	postQuota      = "quota"   // nothing
@@ -101,6 +101,7 @@ type startOrder struct {
 	Services   bool                    `json:"services,omitempty"`
 	Fork       bool                    `json:"fork,omitempty"`
 	Arriving   bool                    `json:"arriving,omitempty"`
+	Coming     map[string]int64        `json:"coming,omitempty"` // instance.Arriving.Layers
 	Snapshot   string                  `json:"snapshot,omitempty"`
 	Options    instance.RestoreOptions `json:"options"`
 	// Passed are the names of the descriptors that come with the order.
@@ -272,7 +273,7 @@ type fileOrder struct {
 	Flags int    `json:"flags,omitempty"`
 }
 
-// ensureOrder asks for a part of a memory file of the snapshot that the VM comes from.
+// ensureOrder asks for a part of a memory file or layer of the snapshot that the VM comes from.
 type ensureOrder struct {
 	File string `json:"file"`
 	Off  int64  `json:"off"`

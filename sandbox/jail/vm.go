@@ -43,7 +43,7 @@ type VM struct {
 	log   *slog.Logger
 	begun time.Time
 
-	// Set by Start. arriving has the sizes of memory files that are on their way, by name.
+	// Set by Start. arriving has the sizes of memory files and layers that are on their way, by name.
 	parts    instance.Parts
 	holds    []*os.File // see hold
 	arriving map[string]int64
@@ -97,7 +97,7 @@ type times struct {
 	silent time.Duration // until a process that does not answer has failed
 	fail   time.Duration // for a machine to end because of an error
 	flush  time.Duration // for what flushes the disk
-	// arrival is for memory that is on its way. A guest that waits for more than patience is frozen meanwhile.
+	// arrival is for what is on its way. A guest that waits for more than patience is frozen meanwhile.
 	arrival, patience time.Duration
 }
 
@@ -818,13 +818,14 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 		Known: map[string]*fileInfo{},
 	}
 	add := func(name string, f *os.File) { s.Passed, files = append(s.Passed, name), append(files, f) }
-	open := func(name string) error {
-		f, err := v.jail.toRead(name, 0)
+	openAt := func(name, at string) error {
+		f, err := v.jail.toRead(at, 0)
 		if err == nil {
 			add(passName(name, os.O_RDONLY), f)
 		}
 		return err
 	}
+	open := func(name string) error { return openAt(name, name) }
 	fail := func(err error) (startOrder, []*os.File, error) { return s, files, err }
 	paths := []string{p.Image}
 	shared := []string{p.Image}
@@ -837,14 +838,26 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 			paths = append(paths, p.Initramfs)
 		}
 	}
-	if n := len(p.Disk.Layers); n > 0 {
-		paths, shared = append(paths, p.Disk.Layers[:n-1]...), append(shared, p.Disk.Layers[:n-1]...)
-	}
 	if err := v.hold(shared...); err != nil {
 		return fail(err)
 	}
 	for _, path := range paths {
 		if err := open(path); err != nil {
+			return fail(err)
+		}
+	}
+	coming := map[string]int64{}
+	for _, path := range p.Disk.Layers[:max(len(p.Disk.Layers)-1, 0)] {
+		is, err := v.openLayer(path, func(at string) error {
+			if err := v.hold(at); err != nil {
+				return err
+			}
+			return openAt(path, at)
+		})
+		if err == nil && is {
+			coming[filepath.Base(path)], err = sizeOf(files[len(files)-1])
+		}
+		if err != nil {
 			return fail(err)
 		}
 	}
@@ -858,8 +871,10 @@ func (v *VM) order(p instance.Parts, dir string, o instance.RestoreOptions) (
 		at := dir
 		if v.parts.Arriving = arriving; arriving != nil && err == nil {
 			// The process knows it by the name that it will have.
-			s.Arriving, at = true, arriving.Dir
-			v.arriving, err = arrivingFiles(list)
+			s.Arriving, s.Coming, at = true, coming, arriving.Dir
+			if v.arriving, err = arrivingFiles(list); err == nil {
+				maps.Copy(v.arriving, coming)
+			}
 		}
 		for _, f := range list {
 			add(filepath.Join(dir, filepath.Base(f.Name())), f)

@@ -16,6 +16,9 @@ import (
 
 // diskSnapshot takes a snapshot of the disk.
 func (p *process) diskSnapshot(ctx context.Context, note string, over spec.HookPolicy) (res spec.SleepResult, err error) {
+	if err := p.whole(ctx); err != nil {
+		return res, err
+	}
 	end, err := p.begin()
 	if err != nil {
 		return res, err

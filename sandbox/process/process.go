@@ -543,6 +543,9 @@ func Parts(s *state.Store, r *state.Record, d disk.Stack) instance.Parts {
 // writable returns a stack that the VM can boot with and write to. If the uppermost layer is sealed, as after a
 // kill in the middle of a snapshot, it adds a new layer.
 func (p *process) writable(ctx context.Context, st disk.Stack) (disk.Stack, error) {
+	if coming, err := p.store.LayersArrive(p.r.Snapshot, st); err != nil || coming {
+		return st, cmp.Or(err, fmt.Errorf("%w: %s boots when its disk is", spec.ErrArriving, p.r.Spec.Name))
+	}
 	if len(st.Layers) > 0 {
 		d, err := disk.Open(st, disk.Options{})
 		if err == nil {
@@ -563,7 +566,9 @@ func (p *process) unusedTop(lower disk.Stack) (st disk.Stack, ok bool) {
 	}
 	path := filepath.Join(p.store.LayerDir(), p.r.LastLayer())
 	// A wake that has failed may have written to it.
-	if unused, err := disk.Unused(path, lower); err != nil || !unused {
+	unused := false
+	err := p.store.WithLayers(p.r.Snapshot, lower, func(at disk.Stack) (err error) { unused, err = disk.Unused(path, at); return err })
+	if err != nil || !unused {
 		if err != nil && !errors.Is(err, os.ErrNotExist) {
 			p.log.Info("not using the layer that the last sleep has left", "cause", err)
 		}
@@ -581,7 +586,10 @@ func (p *process) newTop(ctx context.Context, lower disk.Stack) (disk.Stack, err
 	if len(lower.Layers) == 0 {
 		return p.machines.Format(ctx, p.store.LayerDir(), path, int64(p.r.Spec.DiskMiB)<<20)
 	}
-	return disk.Fork(path, lower, 0)
+	return lower.With(path), p.store.WithLayers(p.r.Snapshot, lower, func(at disk.Stack) error {
+		_, err := disk.Fork(path, at, 0)
+		return err
+	})
 }
 
 // newLayer returns the path of the VM's next layer, and removes a leftover file of that name. No record or

@@ -40,6 +40,9 @@ func (p *process) shortenDisk() {
 
 // squash joins several layers into one, if there are too many. It reports whether there may still be too many.
 func (p *process) squash(ctx context.Context) (again bool, err error) {
+	if err := p.whole(ctx); err != nil {
+		return false, err
+	}
 	layers, path, err := p.chooseLayers()
 	if err != nil || len(layers) == 0 {
 		return false, err

@@ -593,7 +593,8 @@ func (s *Store) adoptLayers(r *Record) error {
 	slices.Sort(later)
 	for _, n := range later {
 		path := filepath.Join(s.LayerDir(), fmt.Sprintf("%s-%d", r.ID, n))
-		if ok, err := disk.Continues(path, st); err != nil {
+		ok := false
+		if err := s.WithLayers(r.Snapshot, st, func(at disk.Stack) (err error) { ok, err = disk.Continues(path, at); return err }); err != nil {
 			return fmt.Errorf("looking for layers of VM %s: %w", r.Spec.Name, err)
 		} else if ok {
 			st = st.With(path)

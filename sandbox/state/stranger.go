@@ -60,6 +60,8 @@ type importing struct {
 	// agent, empty if it is not in the stream.
 	layers map[string]string
 	system string
+	// coming is the directory of those layers that are on their way.
+	coming string
 }
 
 // Admit implements snapshot.Placer. It refuses what could never run here, before more of the stream is read.
@@ -245,6 +247,9 @@ func (im *importing) Adopt(m *snapshot.Manifest) error {
 	}
 	full, err := im.store.Absolute(st)
 	if err != nil {
+		return err
+	}
+	if full, _, err = layersIn(im.coming, full); err != nil {
 		return err
 	}
 	if err := disk.Verify(full); err != nil {

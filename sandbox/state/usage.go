@@ -231,7 +231,12 @@ func (s *Store) diskUse(ctx context.Context, r *Record, have manifests, layers [
 		}
 	}
 	if s.IsArriving(r.Snapshot) {
-		errs = append(errs, c.add(s.ArrivingDir(r.Snapshot), &u.Bytes))
+		coming, _ := os.ReadDir(s.ArrivingDir(r.Snapshot)) // it may arrive
+		for _, e := range coming {
+			if snapshot.IsFile(e.Name()) { // layers count for nobody when they are there
+				errs = append(errs, c.add(filepath.Join(s.ArrivingDir(r.Snapshot), e.Name()), &u.Bytes))
+			}
+		}
 	}
 	u.Bytes += u.PageBytes
 	m, _ := s.Metadata(r.Spec.Name) // if it cannot be read, the VM promotes nothing
