@@ -84,3 +84,30 @@ func TestAttack_full_host_disk_does_not_reach_the_guest_as_an_IO_error(t *testin
 		})
 	}
 }
+
+// What a guest reads may still be on its way to the host, and may never come.
+func TestAttack_disk_that_lacks_bytes_does_not_reach_the_guest_as_an_IO_error(t *testing.T) {
+	b := &broken{Backend: newFile(t, diskSize, false)}
+	o := Options{OnError: func(err error) { t.Errorf("the owner is told of an I/O error: %v", err) }}
+	d := start(t, b, o)
+	want := d.mustDo(typeIn, 8, nil, 4096)
+	b.set(fmt.Errorf("the disk: %w", devices.ErrLater))
+	read := d.Queue(0).Submit([][]byte{header(typeIn, 8)}, 4096, statusSize)
+	write := d.Queue(0).Submit([][]byte{header(typeOut, 16), pattern(512, 5)}, statusSize)
+	if err := d.PauseAndResume(time.Millisecond); err != nil {
+		t.Fatal(err)
+	}
+	if n := d.Queue(0).InFlight(); n != 2 {
+		t.Fatalf("%d requests in flight, want both", n)
+	}
+	b.set(nil)
+	if err := d.PauseAndResume(time.Millisecond); err != nil {
+		t.Fatal(err)
+	}
+	if got, _ := read.Wait(); got[4096] != statusOK || !bytes.Equal(got[:4096], want[:4096]) {
+		t.Errorf("the read has status %d, or other bytes", got[4096])
+	}
+	if status, _ := write.Wait(); status[len(status)-1] != statusOK {
+		t.Errorf("the write has status %d", status)
+	}
+}

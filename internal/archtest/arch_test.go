@@ -108,7 +108,7 @@ var rules = []rule{
 	{"sandbox/jail", []string{"sandbox/jail/...", "sandbox/instance", "sandbox/spec", "sandbox/control", "vmm", "devices/net/tap", "devices/secrets", "snapshot", "snapshot/pager", "snapshot/pagecache", "rootfs/disk", "rootfs/volume", "guest", "internal/osfile"}},
 	{"sandbox/events", []string{"internal/osfile"}},
 	// Stores that hosts share know nothing of what is in them.
-	{"sandbox/archive", []string{"sandbox/blob", "sandbox/state", "snapshot", "rootfs/image", "rootfs/image/sparse", "internal/osfile"}},
+	{"sandbox/archive", []string{"sandbox/blob", "sandbox/state", "snapshot", "rootfs/disk", "rootfs/image", "rootfs/image/sparse", "internal/osfile"}},
 	{"sandbox/blob", []string{"internal/osfile"}},
 	{"sandbox/blob/...", []string{"sandbox/blob", "sandbox/blob/blobtest"}},
 	{"sandbox/archive/ledger", []string{"sandbox/blob"}},

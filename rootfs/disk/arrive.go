@@ -7,11 +7,12 @@ import (
 	"sort"
 )
 
-// Packed knows of each byte that Pack writes for a layer where it is in the layer's file, for a reader that gets them in
-// any order. Its methods may be called from any goroutine.
+// Packed knows of each byte that Pack writes for a layer where it is in the layer's file, for a reader that gets them
+// in any order. Its methods may be called from any goroutine.
 type Packed struct{ p *packed }
 
-// PackedHead returns how many bytes ReadPacked needs of the beginning of a packed layer: of b, as many as are known yet.
+// PackedHead returns how many bytes ReadPacked needs of the beginning of a packed layer, as far as b, which begins it,
+// says.
 func PackedHead(b []byte) int64 {
 	if len(b) < packHeader {
 		return packHeader
@@ -34,8 +35,8 @@ func ReadPacked(r io.Reader, size int64) (*Packed, error) {
 // FileSize is the length of the layer's file, in bytes.
 func (p *Packed) FileSize() int64 { return p.p.size }
 
-// Beginnings are the ranges of the layer's file, as offsets and lengths, that Verify reads: the header, and the table of
-// a sealed layer as header has it, which is empty for what is no such header.
+// Beginnings are the ranges of a sealed layer's file, as offsets and lengths, that Verify reads: the header and, when
+// that is there, the table.
 func Beginnings(header io.ReaderAt) (ranges [][2]int64) {
 	ranges = [][2]int64{{0, headerSpace}}
 	b := make([]byte, headerSpace)
@@ -108,4 +109,3 @@ func (p *Packed) ReadAt(f io.ReaderAt, b []byte, at int64) error {
 		return ioError("read a layer", err)
 	})
 }
-

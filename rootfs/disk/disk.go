@@ -140,8 +140,8 @@ func (d *Disk) Statfs() (st unix.Statfs_t, err error) {
 	return st, ioError("look for space", os.NewSyscallError("fstatfs", err))
 }
 
-// Allocated returns what the files of the layers take on the host, in bytes: st_blocks of stat(2). Layers that are being
-// written do not count.
+// Allocated returns what the files of the layers take on the host, in bytes: st_blocks of stat(2). Layers that are
+// being written do not count.
 func (d *Disk) Allocated() (sum int64, err error) {
 	for _, l := range d.all() {
 		if l.await != nil {

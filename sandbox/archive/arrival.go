@@ -102,8 +102,8 @@ func (l *Line) take(ctx context.Context, urgent bool) (done func(), err error) {
 	}
 }
 
-// Arrival are memory and layers of a head on their way to a host, into files that have their sizes. A VM may run on them
-// meanwhile: Ensure waits for a part. Its methods may be called from any goroutine; Close must be the last.
+// Arrival are memory and layers of a head on their way to a host, into files that have their sizes. A VM may run on
+// them meanwhile: Ensure waits for a part. Its methods may be called from any goroutine; Close must be the last.
 type Arrival struct {
 	// ID is that of the snapshot, and Dir where it is meanwhile.
 	ID, Dir string
@@ -158,8 +158,8 @@ var here = func() *flight {
 }()
 
 // PullLater gets the head's snapshot without its memory and large layers, and its image if the store lacks that. The
-// store has no such snapshot before state.Store.Arrived. The hosts that share sandboxes trust each other with all that a
-// snapshot says.
+// store has no such snapshot before state.Store.Arrived. The hosts that share sandboxes trust each other with all that
+// a snapshot says.
 func (h *Head) PullLater(ctx context.Context, s *state.Store, line *Line) (_ *Arrival, err error) {
 	if err := h.e.a.pullImage(ctx, s, h.e.Image, nil); err != nil {
 		return nil, err

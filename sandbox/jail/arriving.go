@@ -18,9 +18,9 @@ const (
 	maxEnsure = 1 << 20
 	// ensuresAtOnce leaves calls for all else.
 	ensuresAtOnce = maxCalls / 2
-	// ArrivalTime is how long a guest waits for a part of its memory or disk that is on its way, and Patience after how much of
-	// it the VM is frozen. In the end the VM ends. It is less than fileTimeout, and, with what a lease may add to it, than
-	// times.silent.
+	// ArrivalTime is how long a guest waits for a part of its memory or disk that is on its way, and Patience after how
+	// much of it the VM is frozen. In the end the VM ends. It is less than fileTimeout, and, with what a lease may add
+	// to it, than times.silent.
 	ArrivalTime = 4 * time.Minute
 	Patience    = 10 * time.Second
 )

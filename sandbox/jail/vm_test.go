@@ -8,9 +8,12 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"math"
 	"net"
 	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -954,4 +957,61 @@ func TestVM_is_frozen_while_its_guest_waits_for_memory(t *testing.T) {
 	if !h.killed() {
 		t.Error("it was not killed")
 	}
+}
+
+// A process gets layers under their names, wherever they are, and may wait for those that are on their way.
+func TestVM_gets_layers_from_their_snapshot_while_that_is_on_its_way(t *testing.T) {
+	begin := func(t *testing.T, move func(s *store, dir string)) (startOrder, *VM, string) {
+		s := newStore(t)
+		dir := s.in("arriving/" + fromID)
+		if err := errors.Join(os.MkdirAll(s.in("arriving"), 0o700), os.Rename(s.from, dir), os.Rename(s.lower, filepath.Join(dir, filepath.Base(s.lower)))); err != nil {
+			t.Fatal(err)
+		}
+		move(s, dir)
+		p := s.parts()
+		p.Arriving = &instance.Arriving{Dir: dir}
+		s.v.parts = p
+		o, files, err := s.v.order(p, s.from, instance.RestoreOptions{})
+		defer func() { _ = errors.Join(closeAll(files), s.v.release()) }()
+		if err != nil {
+			t.Fatal(err)
+		}
+		i := slices.Index(o.Passed, s.lower)
+		if i < 0 {
+			t.Fatalf("passed are %q", o.Passed)
+		}
+		body := make([]byte, 100)
+		n, _ := files[i].ReadAt(body, 0)
+		if string(body[:n]) != "this is "+filepath.Base(s.lower) {
+			t.Errorf("the layer is %q", body[:n])
+		}
+		return o, s.v, filepath.Base(s.lower)
+	}
+	t.Run("on its way", func(t *testing.T) {
+		o, v, name := begin(t, func(*store, string) {})
+		want := map[string]int64{name: int64(len("this is " + name))}
+		if !o.Arriving || !maps.Equal(o.Coming, want) || v.arriving[name] != want[name] || v.arriving["memory"] == 0 {
+			t.Errorf("arriving %v, coming %v, known %v", o.Arriving, o.Coming, v.arriving)
+		}
+	})
+	t.Run("only its snapshot is on its way", func(t *testing.T) {
+		o, v, name := begin(t, func(s *store, dir string) {
+			if err := os.Rename(filepath.Join(dir, filepath.Base(s.lower)), s.lower); err != nil {
+				t.Fatal(err)
+			}
+		})
+		if !o.Arriving || len(o.Coming) > 0 || v.arriving[name] != 0 {
+			t.Errorf("arriving %v, coming %v, known %v", o.Arriving, o.Coming, v.arriving)
+		}
+	})
+	t.Run("it has arrived", func(t *testing.T) {
+		o, v, _ := begin(t, func(s *store, dir string) {
+			if err := errors.Join(os.Rename(filepath.Join(dir, filepath.Base(s.lower)), s.lower), os.Rename(dir, s.from)); err != nil {
+				t.Fatal(err)
+			}
+		})
+		if o.Arriving || len(o.Coming) > 0 || v.parts.Arriving != nil {
+			t.Errorf("arriving %v, coming %v", o.Arriving, o.Coming)
+		}
+	})
 }

@@ -42,9 +42,9 @@ type LaterLayer struct {
 // Base is the name that the layer has here.
 func (l *LaterLayer) Base() string { return contentPrefix + l.Sum }
 
-// ReceiveLater is ReceiveSnapshot without the memory: see snapshot.ReceiveLater. Image and other layers are whole when it
-// returns, and of the layers to come there is what begin has written at the given paths: header and table, durably. It
-// is not called for those that the store has. Arrived must follow.
+// ReceiveLater is ReceiveSnapshot without the memory: see snapshot.ReceiveLater. Image and other layers are whole when
+// it returns, and of the layers to come there is what begin has written at the given paths: header and table, durably.
+// It is not called for those that the store has. Arrived must follow.
 func (s *Store) ReceiveLater(ctx context.Context, src snapshot.Source, o ImportOptions, later []LaterLayer, begin func(l *LaterLayer, path string) error) (res ImportResult, err error) {
 	parent := s.ArrivingDir("")
 	if err := os.MkdirAll(parent, 0o700); err != nil {
@@ -136,8 +136,8 @@ func (s *Store) LayersArrive(id string, st disk.Stack) (bool, error) {
 	return are, err
 }
 
-// WithLayers calls do with a stack whose layers may be on their way with a snapshot, by the paths where they are now. Of
-// those do must need no more than header and table.
+// WithLayers calls do with a stack whose layers may be on their way with a snapshot, by the paths where they are now.
+// Of those do must need no more than header and table.
 func (s *Store) WithLayers(id string, st disk.Stack, do func(disk.Stack) error) error {
 	for try := 0; ; try++ {
 		at := st
