@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -112,6 +113,7 @@ type Arrival struct {
 	store blob.Store
 	fs    osfile.FS
 	again bool // an earlier process may have written frames
+	begun bool // it goes on when the store fails
 	files map[string]*awaitedFile
 	order []*awaitedFile
 	left  atomic.Int64 // frames that are missing
@@ -171,8 +173,6 @@ func (h *Head) PullLater(ctx context.Context, s *state.Store, line *Line) (_ *Ar
 	defer a.closeIf(&err)
 	numbers, later := h.laterLayers()
 	begin := func(l *state.LaterLayer, path string) error {
-		ctx, cancel := context.WithTimeoutCause(ctx, readTime, errSlowStore)
-		defer cancel()
 		return a.addLayer(ctx, h.e, numbers[l.Sum], path, os.O_CREATE|os.O_EXCL)
 	}
 	in, err := s.ReceiveLater(ctx, behindDoc{h.e, s.SystemDisks()}, state.ImportOptions{Trust: true}, later, begin)
@@ -192,9 +192,20 @@ func (h *Head) Resume(ctx context.Context, s *state.Store, line *Line, id string
 	defer a.closeIf(&err)
 	a.ID, a.Dir, a.again = id, s.ArrivingDir(id), true
 	numbers, later := h.laterLayers()
-	for i := range later {
-		err := a.addLayer(ctx, h.e, numbers[later[i].Sum], filepath.Join(a.Dir, later[i].Base()), 0)
-		if err != nil && !errors.Is(err, fs.ErrNotExist) { // the store had it, or it has arrived and has its name
+	entries, err := a.fs.ReadDir(a.Dir)
+	if err != nil {
+		return nil, err
+	}
+	for _, e := range entries {
+		if snapshot.IsFile(e.Name()) {
+			continue
+		}
+		// Those that the store had are not there, nor those that have arrived and have their names.
+		i := slices.IndexFunc(later, func(l state.LaterLayer) bool { return l.Base() == e.Name() })
+		if i < 0 {
+			return nil, fmt.Errorf("%w: head %.12s has nothing like %.80q of snapshot %.12s", ErrCorrupt, h.e.ID, e.Name(), id)
+		}
+		if err := a.addLayer(ctx, h.e, numbers[later[i].Sum], filepath.Join(a.Dir, e.Name()), 0); err != nil {
 			return nil, err
 		}
 	}
@@ -267,6 +278,7 @@ func (a *Arrival) addMemory(e *Entry) error {
 	}
 	// Guests need more of it, and sooner, than of their disks.
 	a.order = append(memory, a.order[:len(a.order)-len(memory)]...)
+	a.begun = true
 	return nil
 }
 
@@ -446,6 +458,9 @@ func (a *Arrival) want(ctx context.Context, w *awaitedFile, first, end int, urge
 		}
 		if a.Err() != nil {
 			return a.err
+		}
+		if !a.begun {
+			return err
 		}
 		select {
 		case <-time.After(rest):

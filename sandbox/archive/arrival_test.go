@@ -435,16 +435,9 @@ func TestArrival_survives_kills_at_any_moment(t *testing.T) {
 	r := rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 1))
 	kills, arrived, resumed := 0, 0, 0
 	for kills < 25 {
-		cmd := exec.Command(os.Args[0]) //nolint:gosec // this program
-		cmd.Env = append(os.Environ(), arrivalEnv+"="+strings.Join([]string{w.root, w.to.Dir(), w.head, w.id, facts}, "\x1f"))
-		cmd.Stderr = os.Stderr
-		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-		must(t, cmd.Start())
-		time.Sleep(time.Duration(r.IntN(700)) * time.Millisecond)
-		if cmd.Process.Kill() == nil {
+		if w.killed(t, r) {
 			kills++
 		}
-		_ = cmd.Wait()
 		if w.to.IsArriving(w.id) {
 			resumed++
 		}
@@ -459,6 +452,20 @@ func TestArrival_survives_kills_at_any_moment(t *testing.T) {
 	// And without kills it arrives.
 	must(t, arriveFully(t.Context(), w.a, w.to, w.head, w.id))
 	w.isWhole(t)
+}
+
+// killed begins an arrival or goes on with it in another process, and kills that. It reports whether it was not faster.
+func (w *world) killed(t *testing.T, r *rand.Rand) bool {
+	t.Helper()
+	cmd := exec.Command(os.Args[0]) //nolint:gosec // this program
+	cmd.Env = append(os.Environ(), arrivalEnv+"="+strings.Join([]string{w.root, w.to.Dir(), w.head, w.id, facts}, "\x1f"))
+	cmd.Stderr = os.Stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	must(t, cmd.Start())
+	time.Sleep(time.Duration(r.IntN(700)) * time.Millisecond)
+	err := cmd.Process.Kill()
+	_ = cmd.Wait()
+	return err == nil
 }
 
 // arrivalEnv makes this program a process that gets a head, until it is killed.

@@ -235,8 +235,11 @@ func TestArrival_opens_a_disk_with_a_small_part_of_it_and_reads_what_was_written
 	// From here on by a store that fails, while several read and the rest comes.
 	h, err := archive.Open(&readsOfLayers{w.store, &unsteady{Store: w.store, r: rand.New(rand.NewPCG(7, 7)), seen: map[string]bool{}}}).Head(t.Context(), w.head)
 	must(t, err)
-	a, err = h.Resume(t.Context(), w.to, archive.NewLine(), w.id)
-	must(t, err)
+	for a = nil; a == nil; { // as the node does
+		if a, err = h.Resume(t.Context(), w.to, archive.NewLine(), w.id); !errors.Is(err, errBusy) {
+			must(t, err)
+		}
+	}
 	d = w.open(t, a)
 	errs := make(chan error, 8)
 	for i := range uint64(8) {
@@ -334,6 +337,25 @@ func TestAttack_layer_of_another_VM_has_the_name_of_one_that_comes(t *testing.T)
 	must(t, a.Run(t.Context()))
 	must(t, a.Close())
 	must(t, w.to.Arrived(t.Context(), w.id))
+	w.isWhole(t, w.to)
+}
+
+// A part of a layer that no head has, as of another version, never gets a name.
+func TestAttack_part_of_a_layer_that_nothing_completes(t *testing.T) {
+	w := newDiskWorld(t, 16*mib, 3*mib/disk.BlockSize)
+	a := w.begin(t)
+	must(t, a.Close())
+	stray := "sha256-" + strings.Repeat("0", 64)
+	must(t, os.WriteFile(filepath.Join(a.Dir, stray), []byte("a part"), 0o600))
+	h, err := w.a.Head(t.Context(), w.head)
+	must(t, err)
+	if a, err := h.Resume(t.Context(), w.to, archive.NewLine(), w.id); !errors.Is(err, archive.ErrCorrupt) {
+		t.Errorf("it goes on, %v", errors.Join(err, a.Close()))
+	}
+	must(t, os.Remove(filepath.Join(a.Dir, stray)))
+	a, err = h.Resume(t.Context(), w.to, archive.NewLine(), w.id)
+	must(t, err)
+	must(t, errors.Join(a.Run(t.Context()), a.Close(), w.to.Arrived(t.Context(), w.id)))
 	w.isWhole(t, w.to)
 }
 
@@ -456,4 +478,32 @@ func TestArrival_survives_a_power_cut_at_any_call(t *testing.T) {
 	if there == 0 || torn == 0 {
 		t.Error("the cuts are not where they should be")
 	}
+}
+
+// What a killed process has begun to get of a disk, the next one goes on with. Nothing is ever a layer that is not whole.
+func TestArrival_of_layers_survives_kills_at_any_moment(t *testing.T) {
+	w := newDiskWorld(t, 64*mib, 20*mib/disk.BlockSize, 8*mib/disk.BlockSize)
+	r := rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 1))
+	kills, arrived, resumed := 0, 0, 0
+	for kills < 25 {
+		if w.killed(t, r) {
+			kills++
+		}
+		w.onlyWhole(t, w.to)
+		if w.to.IsArriving(w.id) {
+			resumed++
+		}
+		if !w.to.IsThere(w.id) {
+			continue
+		}
+		w.isWhole(t, w.to)
+		arrived++
+		must(t, snapshot.Remove(w.to.SnapshotDir(w.id)))
+		for _, f := range glob(t, w.to, "sha256-*") {
+			must(t, os.Remove(f))
+		}
+	}
+	t.Logf("%d kills, %d times there, %d times begun", kills, arrived, resumed)
+	must(t, arriveFully(t.Context(), w.a, w.to, w.head, w.id))
+	w.isWhole(t, w.to)
 }

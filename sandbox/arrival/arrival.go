@@ -1,4 +1,4 @@
-// Package arrival is how the process of a VM waits for memory that is still on its way to the host. The host's node
+// Package arrival is how the process of a VM waits for memory and layers that are still on their way to the host. The host's node
 // (sandbox/cluster) gets it, since that alone may read the store of objects, and the two talk over a Unix socket.
 //
 // A process that asks while there is no node waits for the next one: upgrades of the node's program stop no VM.
@@ -27,10 +27,10 @@ const (
 	retryAfter = 100 * time.Millisecond
 )
 
-// ErrLost means that memory never comes: it is not in the store any more, or damaged there.
-var ErrLost = errors.New("the rest of its memory is lost")
+// ErrLost means that the rest never comes: it is not in the store any more, or damaged there.
+var ErrLost = errors.New("the rest of its memory or disk is lost")
 
-// Request asks for a part of a memory file of a snapshot, or, without File, for all of it.
+// Request asks for a part of a memory file or layer of a snapshot, or, without File, for all of it.
 type Request struct {
 	Snapshot string `json:"snapshot"`
 	File     string `json:"file,omitempty"`
@@ -51,7 +51,7 @@ func socket(dir string) string { return filepath.Join(dir, "cluster", "memory.so
 func Serve(ctx context.Context, dir string, do func(context.Context, Request) error) error {
 	l, err := osfile.ListenUnix(socket(dir))
 	if err != nil {
-		return fmt.Errorf("listening for VMs that wait for memory: %w", err)
+		return fmt.Errorf("listening for VMs that wait for memory and disk: %w", err)
 	}
 	var wg sync.WaitGroup
 	defer wg.Wait()
@@ -119,7 +119,7 @@ type Client struct {
 	Snapshot string
 }
 
-// Ensure returns when bytes of a memory file are there. The errors are ErrLost and the context's.
+// Ensure returns when bytes of a memory file or layer are there. The errors are ErrLost and the context's.
 func (c Client) Ensure(ctx context.Context, file string, off, n int64) error {
 	return c.ask(ctx, Request{c.Snapshot, file, off, n})
 }
@@ -135,7 +135,7 @@ func (c Client) ask(ctx context.Context, r Request) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("waiting for memory of snapshot %s, which is on its way to this host: %w: %w: see that drowse serve runs and reaches the store",
+			return fmt.Errorf("waiting for memory or disk of snapshot %s, which is on its way to this host: %w: %w: see that drowse serve runs and reaches the store",
 				c.Snapshot, context.Cause(ctx), err)
 		case <-time.After(retryAfter):
 		}

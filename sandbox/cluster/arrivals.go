@@ -13,7 +13,7 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// A sandbox is woken while its memory is still on its way: its process asks for what its guest touches, and the rest
+// A sandbox is woken while its memory and disk are still on their way: its process asks for what its guest touches, and the rest
 // comes in the background. Until all is there, the snapshot is not in the store: see state.Store.ArrivingDir. What a
 // node leaves unfinished the next one goes on with, if a claim still names it.
 
@@ -24,7 +24,7 @@ const (
 	arrivingTime = 10 * time.Second
 )
 
-// arrivals are the snapshots whose memory is on its way.
+// arrivals are the snapshots that are on their way.
 type arrivals struct {
 	line *archive.Line
 	mu   sync.Mutex // guards all
@@ -47,7 +47,7 @@ func (a *arrivals) get(id string) *arriving {
 	return a.all[id]
 }
 
-// arrive gets a head's snapshot without its memory, which follows in the background.
+// arrive gets a head's snapshot without memory and large layers, which follow in the background.
 func (n *Node) arrive(ctx context.Context, name, head, id string, h *archive.Head) error {
 	if was := n.arrivals.get(id); was != nil {
 		if was.head == head && was.lives() {
@@ -87,12 +87,12 @@ func (n *Node) begins(e *arriving) {
 		switch {
 		case e.err == nil:
 			n.near.drop(e.head)
-			n.log.Info("its memory has arrived", "sandbox", e.name, "snapshot", e.id, "ms", time.Since(begun).Milliseconds())
+			n.log.Info("its memory and disk have arrived", "sandbox", e.name, "snapshot", e.id, "ms", time.Since(begun).Milliseconds())
 			n.arrivals.mu.Lock()
 			delete(n.arrivals.all, e.id)
 			n.arrivals.mu.Unlock()
 		case errors.Is(e.err, arrival.ErrLost):
-			n.log.Error("its memory does not arrive", "sandbox", e.name, "snapshot", e.id, "error", e.err)
+			n.log.Error("its memory and disk do not arrive", "sandbox", e.name, "snapshot", e.id, "error", e.err)
 			e.err = errors.Join(e.err, n.state.DropArriving(e.id))
 		}
 		close(e.over)
@@ -122,7 +122,7 @@ func (n *Node) finish(ctx context.Context, e *arriving) (err error) {
 		if archive.Lost(err) && try >= archive.LostTries {
 			return fmt.Errorf("%w: %w", arrival.ErrLost, err)
 		}
-		n.log.Warn("going on to get memory from the cluster", "sandbox", e.name, "error", err)
+		n.log.Warn("going on to get memory and disk from the cluster", "sandbox", e.name, "error", err)
 		if wait.For(ctx, arrivingRetry) != nil {
 			return context.Cause(ctx)
 		}
@@ -222,7 +222,7 @@ func (n *Node) isHere(id string) bool {
 	return n.state.IsThere(id)
 }
 
-// awaitWhole waits for the memory of a snapshot, if that is on its way.
+// awaitWhole waits for a snapshot that is on its way.
 func (n *Node) awaitWhole(ctx context.Context, id string) error {
 	e := n.arrivals.get(id)
 	if e == nil {
@@ -232,7 +232,7 @@ func (n *Node) awaitWhole(ctx context.Context, id string) error {
 	case <-e.over:
 		return e.err
 	case <-ctx.Done():
-		return fmt.Errorf("waiting for memory from the cluster: %w", context.Cause(ctx))
+		return fmt.Errorf("waiting for memory and disk from the cluster: %w", context.Cause(ctx))
 	}
 }
 
@@ -297,7 +297,7 @@ func (n *Node) settleArrivals(ctx context.Context) {
 		select {
 		case <-e.over:
 		case <-ctx.Done():
-			n.log.Warn("memory of a sandbox is on its way: it waits for the next node of this host", "sandbox", e.name)
+			n.log.Warn("memory or disk of a sandbox is on its way: it waits for the next node of this host", "sandbox", e.name)
 		}
 	}
 }

@@ -178,12 +178,12 @@ func Join(ctx context.Context, h *sandbox.Host, o Options) (*Node, error) {
 		n.end()
 		n.background.Wait()
 		n.current().Close()
-		return nil, errors.Join(fmt.Errorf("going on to get memory from the cluster: %w", err), f.Close())
+		return nil, errors.Join(fmt.Errorf("going on to get memory and disk from the cluster: %w", err), f.Close())
 	}
 	n.background.Go(n.tidyAhead)
 	n.background.Go(func() {
 		if err := arrival.Serve(n.life, n.state.Dir(), n.answer); err != nil {
-			n.log.Error("no VM can run before all of its memory is here", "error", err)
+			n.log.Error("no VM can run before all of its memory and disk is here", "error", err)
 		}
 	})
 	return n, nil

@@ -11,16 +11,16 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/spec"
 )
 
-// wholeTime is how long what needs all of a VM's memory waits for what is on its way.
+// wholeTime is how long what needs all of a VM's memory and disk waits for what is on its way.
 const wholeTime = 10 * time.Minute
 
-// arriving is the memory of the snapshot that the VM comes from, while that is on its way.
+// arriving is the snapshot that the VM comes from, while that is on its way.
 type arriving struct {
 	over chan struct{} // closed when it has ended
 	err  error         // why it does not come
 }
 
-// comes returns the memory of a snapshot if that is on its way; nil if it is there.
+// comes returns what is on its way of a snapshot; nil if that is there.
 func (p *process) comes(id string) *instance.Arriving {
 	if !p.store.IsArriving(id) {
 		return nil
@@ -36,7 +36,7 @@ type freezer interface {
 }
 
 // noLease is why a VM is frozen whose lease has ended while its memory was on its way.
-const noLease = "frozen: its host has lost its claim on it, and it cannot sleep before all of its memory is here: it goes on when its host reaches the store in time, and no other host has claimed it"
+const noLease = "frozen: its host has lost its claim on it, and it cannot sleep before all of its memory and disk is here: it goes on when its host reaches the store in time, and no other host has claimed it"
 
 // freeze freezes a VM whose lease has ended and which cannot have slept, since its memory is on its way: the claim may
 // come back, and nothing is lost then. It reports whether nothing of the guest runs. Then thaw must follow, or the VM's
@@ -54,7 +54,7 @@ func (p *process) freeze() (thaw func(), ok bool) {
 	return thaw, true
 }
 
-// awaitArrival waits in the background until all of the VM's memory is there. A VM whose memory is lost ends.
+// awaitArrival waits in the background until all of the VM's memory and disk is there. A VM that has lost some ends.
 func (p *process) awaitArrival() {
 	a := p.in.Parts().Arriving
 	if a == nil {
@@ -71,7 +71,7 @@ func (p *process) awaitArrival() {
 		if p.arriving.err = a.Whole(ctx); p.arriving.err == nil {
 			if v, ok := p.in.(interface{ Arrived() error }); ok {
 				if err := v.Arrived(); err != nil {
-					p.log.Info("the VM goes on to ask for its memory", "cause", err)
+					p.log.Info("the VM goes on to ask for its memory and disk", "cause", err)
 				}
 			}
 			return
@@ -82,7 +82,7 @@ func (p *process) awaitArrival() {
 	})
 }
 
-// arrives reports whether the VM's memory was not all there yet.
+// arrives reports whether the VM's memory and disk were not all there yet.
 func (p *process) arrives() bool {
 	if p.arriving == nil {
 		return false
@@ -95,7 +95,7 @@ func (p *process) arrives() bool {
 	}
 }
 
-// whole waits until all of the VM's memory is there. It is called before p.op is locked.
+// whole waits until all of the VM's memory and disk is there. It is called before p.op is locked.
 func (p *process) whole(ctx context.Context) error {
 	if p.arriving == nil {
 		return nil

@@ -91,8 +91,8 @@ var (
 	ErrTarget = errors.New("it cannot move to that host")
 	// ErrNoKey means that a sandbox sleeps in the store under a key that this host lacks.
 	ErrNoKey = errors.New("this host has no key of the sandbox")
-	// ErrArriving means that a sandbox's memory is still on its way to this host: what needs all of it must wait.
-	ErrArriving = errors.New("the sandbox's memory is not all here yet")
+	// ErrArriving means that a sandbox's memory or disk is still on its way to this host: what needs all of it must wait.
+	ErrArriving = errors.New("the sandbox's memory and disk are not all here yet")
 )
 
 // Errors that a caller may want to tell apart.

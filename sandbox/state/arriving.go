@@ -280,7 +280,7 @@ func HotPages(snap *snapshot.Snapshot) (hot, soon []uint64, err error) {
 	return instance.HotPages(snap.Payloads())
 }
 
-// markArriving marks the layers of snapshots whose memory is on its way.
+// markArriving marks the layers of snapshots that are on their way.
 func (s *Store) markArriving(m *mark) error {
 	ids, err := s.Arriving()
 	if err != nil {
