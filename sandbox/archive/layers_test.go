@@ -480,7 +480,8 @@ func TestArrival_survives_a_power_cut_at_any_call(t *testing.T) {
 	}
 }
 
-// What a killed process has begun to get of a disk, the next one goes on with. Nothing is ever a layer that is not whole.
+// What a killed process has begun to get of a disk, the next one goes on with. Nothing is ever a layer that is not
+// whole.
 func TestArrival_of_layers_survives_kills_at_any_moment(t *testing.T) {
 	w := newDiskWorld(t, 64*mib, 20*mib/disk.BlockSize, 8*mib/disk.BlockSize)
 	r := rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 1))

@@ -1,5 +1,6 @@
-// Package arrival is how the process of a VM waits for memory and layers that are still on their way to the host. The host's node
-// (sandbox/cluster) gets it, since that alone may read the store of objects, and the two talk over a Unix socket.
+// Package arrival is how the process of a VM waits for memory and disk that are still on their way to the host. The
+// host's node (sandbox/cluster) gets them, since that alone may read the store of objects, and the two talk over a Unix
+// socket.
 //
 // A process that asks while there is no node waits for the next one: upgrades of the node's program stop no VM.
 package arrival

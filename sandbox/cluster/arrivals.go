@@ -13,9 +13,9 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
 
-// A sandbox is woken while its memory and disk are still on their way: its process asks for what its guest touches, and the rest
-// comes in the background. Until all is there, the snapshot is not in the store: see state.Store.ArrivingDir. What a
-// node leaves unfinished the next one goes on with, if a claim still names it.
+// A sandbox is woken while its memory and disk are still on their way: its process asks for what its guest touches, and
+// the rest comes in the background. Until all is there, the snapshot is not in the store: see state.Store.ArrivingDir.
+// What a node leaves unfinished the next one goes on with, if a claim still names it.
 
 const (
 	// arrivingRetry is how long after a failure the node tries again to go on with an arrival.

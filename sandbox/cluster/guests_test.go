@@ -270,6 +270,43 @@ func TestGuest_reads_its_disk_before_that_has_arrived(t *testing.T) {
 	a.sleep("box")
 }
 
+// A guest that reads what the store has lost of its disk gets no error, with which it would go on: its VM ends.
+func TestGuest_whose_disk_is_lost_ends_by_name(t *testing.T) {
+	near := bootedBox(t)
+	far := &farStore{Store: near}
+	const ttl = 2 * time.Minute
+	a, b := realHost(t, "a", near, cluster.Options{TTL: ttl}), realHost(t, "b", far, cluster.Options{TTL: ttl})
+	a.wake("box")
+	a.says("box", `python3 -I -S -c "import hashlib; open('/root/large', 'wb').write(hashlib.shake_128(b'x').digest(4 << 20))"
+		sync; echo 3 > /proc/sys/vm/drop_caches`)
+	a.sleep("box")
+	far.slow.Store(true)
+	far.wake(t, b, 0)
+	now, err := b.State.Get("box")
+	must(t, err)
+	if coming, err := filepath.Glob(filepath.Join(b.State.ArrivingDir(now.Snapshot), "sha256-*")); err != nil || len(coming) == 0 {
+		t.Fatalf("no layer is on its way, %v", err)
+	}
+	far.mu.Lock()
+	far.files = nil
+	far.mu.Unlock()
+	must(t, near.List(t.Context(), "data/heads-", func(i blob.Info) error {
+		if i.Size > 4<<20 && filesRE.MatchString(i.Key) && !memoryRE.MatchString(i.Key) { // the layer with the file
+			return near.Delete(t.Context(), i.Key)
+		}
+		return nil
+	}))
+	if _, err := b.Sandbox("box").Exec(t.Context(), guest.Cmd{Argv: []string{"cat", "/root/large"}}); err == nil {
+		t.Error("it has read what is lost")
+	}
+	eventually(t, "it has ended", func() bool { return b.phase("box") == state.Crashed })
+	now, err = b.State.Get("box")
+	must(t, err)
+	if !strings.Contains(now.Problem, "is lost") {
+		t.Errorf("it has ended with %q", now.Problem)
+	}
+}
+
 // A guest whose memory is on its way stands still while its host has no lease, since it cannot sleep, and then goes on
 // with what it has done.
 func TestGuest_stands_still_while_the_store_is_away(t *testing.T) {

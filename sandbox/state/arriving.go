@@ -111,7 +111,7 @@ func (s *Store) layerLike(ctx context.Context, l *LaterLayer) string {
 
 // layersIn returns a stack with the paths of those layers in a directory that are there, and whether there are any. An
 // empty dir has none.
-func layersIn(dir string, st disk.Stack) (at disk.Stack, any bool, err error) {
+func layersIn(dir string, st disk.Stack) (at disk.Stack, are bool, err error) {
 	at.Layers = slices.Clone(st.Layers)
 	for i, path := range at.Layers {
 		if dir == "" {
@@ -119,12 +119,12 @@ func layersIn(dir string, st disk.Stack) (at disk.Stack, any bool, err error) {
 		}
 		there := filepath.Join(dir, filepath.Base(path))
 		if _, err := os.Lstat(there); err == nil {
-			at.Layers[i], any = there, true
+			at.Layers[i], are = there, true
 		} else if !errors.Is(err, fs.ErrNotExist) {
-			return at, any, err
+			return at, are, err
 		}
 	}
-	return at, any, nil
+	return at, are, nil
 }
 
 // LayersArrive reports whether layers of a stack are on their way with a snapshot.
@@ -207,9 +207,10 @@ func (s *Store) settleLayers(dir string) error {
 			continue
 		}
 		from := filepath.Join(dir, e.Name())
-		err := s.FS.RenameNew(from, filepath.Join(s.LayerDir(), e.Name())) // it was synced: see archive.Arrival.Run
-		if errors.Is(err, fs.ErrExist) {                                   // it has come with another snapshot
-			err = s.FS.Remove(from)
+		// It was synced: see archive.Arrival.Run.
+		err := s.FS.RenameNew(from, filepath.Join(s.LayerDir(), e.Name()))
+		if errors.Is(err, fs.ErrExist) {
+			err = s.FS.Remove(from) // it has come with another snapshot
 		}
 		if err != nil {
 			return fmt.Errorf("placing a layer: %w", err)
