@@ -559,3 +559,36 @@ func TestGateway_the_host_of_each_request_counts_and_not_the_server_name_of_its_
 		}
 	}
 }
+
+func TestAttack_sandboxes_of_an_owner_that_do_not_wake_keep_others_asleep(t *testing.T) {
+	w := begin(t, func(o *gateway.Options, _ *gateway.Listeners) { o.Limits = gateway.Limits{Waiting: 4, WaitingOf: 2} })
+	for name, owner := range map[string]string{"a1": "a", "a2": "a", "b1": "b", "c1": ""} {
+		w.createFor(owner, name, &spec.Gateway{AllPublic: true}, spec.Idle{})
+		w.serves(name, 80, func(rw http.ResponseWriter, _ *http.Request) { fmt.Fprint(rw, "ok") })
+		w.sleep(name)
+	}
+	hold := make(chan struct{})
+	release := sync.OnceFunc(func() { close(hold) })
+	defer release()
+	w.vms.Fail = func(op, name string) error {
+		if op == "restore" && name[0] == 'a' {
+			<-hold
+		}
+		return nil
+	}
+	var all sync.WaitGroup
+	for _, name := range []string{"a1", "a1", "a2", "a2"} {
+		all.Go(func() { w.get("80-" + name + "." + domain) })
+	}
+	until(t, "two wait, and two are refused", func() bool {
+		s := w.gate.Stats()
+		return s.Waiting == 2 && s.Refused == 2
+	})
+	for _, name := range []string{"b1", "c1"} {
+		if a, body := w.get("80-" + name + "." + domain); body != "ok" {
+			t.Errorf("%s is kept asleep: %s %s", name, a.Status, body)
+		}
+	}
+	release()
+	all.Wait()
+}

@@ -48,8 +48,9 @@ type Limits struct {
 	// of them, and RequestsOf those of one. Further ones are refused with ErrBusy. The agent of a guest serves 768
 	// connections, of which some are pooled.
 	Requests, RequestsOfOwner, RequestsOf int
-	// Waiting bounds the requests that wait for sandboxes to wake, and WaitingOf those for one sandbox. The body of
-	// a waiting request stays with its client, except for what the buffers of its connection take.
+	// Waiting bounds the requests that wait for sandboxes to wake, half of which may be an owner's, and WaitingOf
+	// those for one sandbox. The body of a waiting request stays with its client, except for what the buffers of its
+	// connection take.
 	Waiting, WaitingOf int
 	// WakeTime is how long a request waits for its sandbox.
 	WakeTime time.Duration
@@ -90,6 +91,7 @@ type Gateway struct {
 	requests              int
 	requestsOf, waitingOf map[string]int // by id
 	requestsOfOwner       map[string]int
+	waitingOfOwner        map[string]int
 	waiting               int
 	closed                bool
 	refused               uint64
@@ -135,7 +137,7 @@ func New(h *sandbox.Host, o Options) (*Gateway, error) {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	g := &Gateway{host: h, o: o, log: o.Log, sessions: map[string]*session{}, live: map[*session]struct{}{}, requestsOf: map[string]int{}, waitingOf: map[string]int{}, requestsOfOwner: map[string]int{}}
+	g := &Gateway{host: h, o: o, log: o.Log, sessions: map[string]*session{}, live: map[*session]struct{}{}, requestsOf: map[string]int{}, waitingOf: map[string]int{}, requestsOfOwner: map[string]int{}, waitingOfOwner: map[string]int{}}
 	g.life, g.end = context.WithCancel(context.Background())
 	g.pages = newProxies(g)
 	if by, ok := o.Authorizer.(Revoker); ok {

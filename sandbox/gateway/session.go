@@ -133,17 +133,20 @@ func (g *Gateway) use(ctx context.Context, id string, to Route, grant Grant) (*u
 	s := g.sessions[id]
 	first := s == nil
 	if first || !s.isReady() {
-		if g.waiting >= l.Waiting || g.waitingOf[id] >= l.WaitingOf {
+		ofOwner := grant.Owner != "" && g.waitingOfOwner[grant.Owner] >= max(l.Waiting/2, 1)
+		if g.waiting >= l.Waiting || ofOwner || g.waitingOf[id] >= l.WaitingOf {
 			g.mu.Unlock()
 			return nil, fmt.Errorf("%w: too many requests wait for sandboxes to wake", ErrBusy)
 		}
 		g.waiting++
 		g.waitingOf[id]++
+		g.waitingOfOwner[grant.Owner]++
 		defer func() {
 			g.mu.Lock()
 			defer g.mu.Unlock()
 			g.waiting--
 			less(g.waitingOf, id)
+			less(g.waitingOfOwner, grant.Owner)
 		}()
 	}
 	if first {
