@@ -30,8 +30,8 @@ const (
 type keys struct {
 	mu   sync.Mutex // guards what follows
 	all  map[keyOf]*answered
-	of   map[caller]int
-	held int // bytes of all answers
+	of   map[caller]int // by caller.sharing
+	held int            // bytes of all answers
 }
 
 type keyOf struct {
@@ -43,6 +43,14 @@ type keyOf struct {
 type caller struct {
 	name, owner string
 	hash        [sha256.Size]byte
+}
+
+// sharing is with whom a caller shares its bound: all callers of an owner have one.
+func (c caller) sharing() caller {
+	if c.owner != "" {
+		return caller{owner: c.owner}
+	}
+	return c
 }
 
 type answered struct {
@@ -114,26 +122,28 @@ func (k *keys) take(name keyOf, what [sha256.Size]byte) (a *answered, mine bool,
 	if a != nil {
 		k.drop(name)
 	}
-	if k.of[name.caller] >= maxKeysOfOne {
-		k.evict(func(n keyOf) bool { return n.caller == name.caller })
+	of := name.caller.sharing()
+	if k.of[of] >= maxKeysOfOne {
+		k.evict(func(n keyOf) bool { return n.caller.sharing() == of })
 	}
 	if len(k.all) >= maxKeys {
 		k.evict(func(keyOf) bool { return true })
 	}
-	if k.of[name.caller] >= maxKeysOfOne || len(k.all) >= maxKeys {
+	if k.of[of] >= maxKeysOfOne || len(k.all) >= maxKeys {
 		return nil, false, own(wire.CodeBusy, "try again in a second", "too many requests with an Idempotency-Key are under way")
 	}
 	a = &answered{what: what, at: time.Now(), done: make(chan struct{})}
 	k.all[name] = a
-	k.of[name.caller]++
+	k.of[of]++
 	return a, true, nil
 }
 
 func (k *keys) drop(name keyOf) {
 	k.held -= len(k.all[name].doc)
 	delete(k.all, name)
-	if k.of[name.caller]--; k.of[name.caller] == 0 {
-		delete(k.of, name.caller)
+	of := name.caller.sharing()
+	if k.of[of]--; k.of[of] == 0 {
+		delete(k.of, of)
 	}
 }
 
