@@ -9,43 +9,19 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/drowse-vm/drowse/snapshot"
+	"github.com/drowse-vm/drowse/internal/test/lazyram"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
-// lazily restores a paused machine's RAM and state as a machine whose pages come when they are touched.
+// lazily restores a paused machine as one whose pages come when they are touched.
 func lazily(t *testing.T, from *Machine) (*Machine, *pager.Pager) {
 	t.Helper()
 	states, err := from.Export()
 	if err != nil {
 		t.Fatal(err)
 	}
-	src, err := snapshot.NewGuestSource(from.Memory())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer src.Close()
-	dir := filepath.Join(t.TempDir(), "snap")
-	if _, err := snapshot.Create(t.Context(), dir, snapshot.Spec{VCPUs: 1, Memory: src}); err != nil {
-		t.Fatal(err)
-	}
-	snap, err := snapshot.Open(dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { snap.Close() })
-	mem, err := guestmem.New(from.Memory().Size())
-	if err != nil {
-		t.Fatal(err)
-	}
-	p, err := pager.New(mem, snap.Memory(), pager.Options{})
-	if errors.Is(err, pager.ErrNotPermitted) || errors.Is(err, pager.ErrNotSupported) {
-		t.Skipf("this host cannot restore lazily: %v", err)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	mem, p := lazyram.Restore(t, from.Memory())
 	m, err := testConfig{TrackDirty: true}.with(mem)
 	if err != nil {
 		t.Fatal(err)
@@ -55,7 +31,6 @@ func lazily(t *testing.T, from *Machine) (*Machine, *pager.Pager) {
 			t.Error(err)
 		}
 	})
-	p.Start()
 	if err := errors.Join(m.Import(states), m.Start()); err != nil {
 		t.Fatal(err)
 	}

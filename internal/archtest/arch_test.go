@@ -171,6 +171,7 @@ var rules = []rule{
 	{"internal/test/hwkvm/wire", nil},
 	{"internal/test/hwkvm/...", []string{"internal/test/hwkvm/...", "internal/osfile", "rootfs/kernel", "vmm/boot"}},
 	// It takes the place of a VM's process, with every device.
+	{"internal/test/lazyram", []string{"snapshot", "snapshot/pager", "vmm/guestmem"}},
 	{"internal/test/hostileguest", []string{"vmm/...", "devices/...", "rootfs/disk"}},
 	{"internal/test/workloads", []string{"sandbox/...", "netpolicy", "guest", "guest/forward"}},
 	{"internal/test/jailproofs", []string{"sandbox/...", "netpolicy", "guest", "devices/net/tap"}},

@@ -9,9 +9,10 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/api/wire"
 )
 
-// How many requests of a kind are answered at once; one caller has half of them at most. A caller is a token, all those
-// of an owner, a user of the Unix socket, or an address if the path needs no token. Kinds do not share their room:
-// waiting commands or slow sleeps block neither reads nor the stop of what is slow. /healthz and /readyz do not count.
+// How many requests of a kind are answered at once; one caller has half of them at most. A caller is a token, all
+// those of an owner, a user of the Unix socket, or an address if the path needs no token. Kinds do not share their
+// room: waiting commands or slow sleeps block neither reads nor the stop of what is slow. /healthz and /readyz do not
+// count.
 const (
 	MaxReads   = 128 // reads
 	MaxChanges = 128 // changes
