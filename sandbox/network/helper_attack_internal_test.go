@@ -221,9 +221,8 @@ func TestHelper_attacker_with_its_socket_gets_nothing_but_his_own_link(t *testin
 func TestHelper_user_has_so_many_links_and_a_connection_that_says_nothing_ends(t *testing.T) {
 	h := &Helper{UserLinks: 2}
 	socket := startHelper(t, h)
-	first, second := attack(t, socket), attack(t, socket)
-	first.have(&netpolicy.Policy{})
-	third := attack(t, socket)
+	attack(t, socket).have(&netpolicy.Policy{}) // which may take longer than helperBegin
+	second, third := attack(t, socket), attack(t, socket)
 	if err := third.call(helperOpen, openOrder{ID: spec.NewID()}, nil); err == nil {
 		t.Error("a user has three links of two")
 	}
