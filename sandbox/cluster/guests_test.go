@@ -44,6 +44,7 @@ var booted struct {
 // bootedBox returns a store of a test's own in which the sandbox "box" sleeps.
 func bootedBox(t *testing.T) blob.Store {
 	t.Helper()
+	guesttest.New(t) // skips the test, and not only the boot, where there are no guests
 	booted.Do(func() {
 		at, err := os.MkdirTemp("", "booted-")
 		must(t, err)
