@@ -223,6 +223,7 @@ func TestGuest_runs_before_its_memory_has_arrived(t *testing.T) {
 
 // A guest reads a large file of its disk while most of that is still in the store, and boots from it when it is whole.
 func TestGuest_reads_its_disk_before_that_has_arrived(t *testing.T) {
+	t.Parallel()
 	near := bootedBox(t)
 	far := &farStore{Store: near}
 	const ttl = 2 * time.Minute
@@ -273,6 +274,7 @@ func TestGuest_reads_its_disk_before_that_has_arrived(t *testing.T) {
 
 // A guest that reads what the store has lost of its disk gets no error, with which it would go on: its VM ends.
 func TestGuest_whose_disk_is_lost_ends_by_name(t *testing.T) {
+	t.Parallel()
 	near := bootedBox(t)
 	far := &farStore{Store: near}
 	const ttl = 2 * time.Minute
