@@ -216,7 +216,7 @@ scale-proofs: test-state
 	$(MAKE) scale-sim || status=1; \
 	$(MAKE) test-scale KILLS=$(or $(KILLS),500) || status=1; \
 	DROWSE_TEST_MOVES=$(MOVES) $(GO_TEST) -count 1 -timeout 5h -v -run TestGuest_moves ./sandbox/cluster || status=1; \
-	DROWSE_TEST_WAKES=$(WAKES) DROWSE_TEST_VERSITYGW=$(CURDIR)/.cache/bin/versitygw $(GO_TEST) -count 1 -timeout 5h -tags versitygw -v -run TestWake_of_a_guest ./sandbox/cluster || status=1; \
+	DROWSE_TEST_WAKES=$(WAKES) DROWSE_TEST_VERSITYGW=$(CURDIR)/.cache/bin/versitygw $(GO_TEST) -count 1 -timeout 5h -tags versitygw,workloads -v -run 'TestWake_of_a_guest|TestGuest_reads|TestGuest_whose' ./sandbox/cluster || status=1; \
 	$(MAKE) test-kubernetes || status=1; \
 	exit $$status
 

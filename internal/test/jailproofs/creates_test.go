@@ -25,13 +25,13 @@ var (
 	clients = flag.Int("clients", 8, "how many clients create them at once")
 )
 
-// whoAmI prints what must be a guest's own, each as name=value, and then path=hash of each file that has been written
-// since the moment $1.
+// whoAmI prints what must be a guest's own, each as name=value, and then path=hash of each file, where identities are
+// kept, that has been written since the moment $1.
 const whoAmI = `
 for f in /etc/machine-id /etc/hostname /proc/sys/kernel/random/boot_id /proc/sys/kernel/random/uuid; do echo "$f=$(cat $f)"; done
 echo "getrandom=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')"
 for f in /etc/ssh/ssh_host_*_key.pub; do test -e $f && echo "$f=$(cat $f)"; done
-find / -xdev -type f -newermt "@$1" -exec sha256sum {} + | while read sum file; do echo "file:$file=$sum"; done
+find /etc /root /run /tmp /home /var/lib/dbus /var/lib/systemd -xdev -type f -newermt "@$1" -exec sha256sum {} + 2>/dev/null | while read sum file; do echo "file:$file=$sum"; done
 `
 
 // Clients create sandboxes of one template at once. Each is somebody, and none has a file in which the template's VM
