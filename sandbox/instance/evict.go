@@ -82,5 +82,9 @@ func (in *Instance) evict() (pages uint64, again bool, err error) {
 		return 0, true, fmt.Errorf("pausing the guest: %w", err)
 	}
 	pages, err = in.machine.Evict()
-	return pages, true, errors.Join(err, in.machine.Resume())
+	if rerr := in.machine.Resume(); rerr != nil {
+		in.fail(fmt.Errorf("letting the guest run on: %w", rerr)) // it would stand still unnoticed
+		return pages, false, errors.Join(err, rerr)
+	}
+	return pages, true, err
 }

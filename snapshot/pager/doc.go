@@ -5,7 +5,7 @@
 // the snapshot, checked it, decompressed it and put all of its pages in place. New leaves chunks of 2 MiB that are
 // all zeros unregistered where it can, so the kernel fills them without asking.
 //
-// # Every page is filled exactly once, unless it was evicted as it was filled
+// # Every page is filled once, and again only after Evict
 //
 // The pager divides guest RAM into chunks of 512 pages. A chunk has a mutex and two bits for each page:
 //
