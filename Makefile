@@ -30,7 +30,7 @@ WORKLOADS_TAG ?= drowse-workloads
 # Those that take longest come first, here and among the others: one that is left over at the end has one of the
 # machine's processors to itself.
 RACE_PKGS ?= ./snapshot/... ./vmm/... ./rootfs/disk/... ./guest/... ./devices/... ./rootfs/volume/...
-LONG_PKGS ?= ./sandbox ./sandbox/cluster ./netpolicy/link ./sandbox/instance ./sandbox/build ./cmd/drowse ./rootfs/image/builder ./examples/embed ./internal/test/hwkvm
+LONG_PKGS ?= ./sandbox ./sandbox/cluster ./netpolicy/link ./sandbox/instance ./sandbox/build ./cmd/drowse ./rootfs/image/builder ./examples/embed
 # How often the busy guest of a test sleeps: make life-proofs has 200 sleeps.
 export DROWSE_TEST_CYCLES ?= 10
 # Packages whose tests run on a KVM of the hardware kind as well.
@@ -104,10 +104,10 @@ demo: build kernel image
 test: test-state $(REPORT)
 	@scripts/deps test hard
 	@scripts/deps bpf || echo "the eBPF objects are not compared with their source" >&2
-	@echo "== tests with the race detector" >&2
+	@echo "== tests with the race detector, $$(date +%T)" >&2
 	@GORACE=atexit_sleep_ms=50 go test -json -race $(TEST_FLAGS) $(RACE_PKGS) | $(REPORT) -allow '$(MAY_SKIP)'
-	@echo "== tests without it" >&2
-	@$(GO_TEST) -json $(TEST_FLAGS) $(LONG_PKGS) $$(grep -rl --include='*_test.go' --exclude-dir=.cache internal/test/racetest . | xargs -n 1 dirname | sort -u) $$(comm -23 <(go list ./... | sort) <(go list $(RACE_PKGS) | sort)) | $(REPORT) -allow '$(MAY_SKIP)'
+	@echo "== tests without it, $$(date +%T)" >&2
+	@$(GO_TEST) -json $(TEST_FLAGS) $(LONG_PKGS) $$(grep -rl --include='*_test.go' --exclude-dir=.cache internal/test/racetest . | xargs -n 1 dirname | sort -u) $$(comm -23 <(go list ./... | sort) <(go list $(RACE_PKGS) ./internal/test/hwkvm | sort)) | $(REPORT) -allow '$(MAY_SKIP)'
 	@echo "== tests of the controller for Kubernetes" >&2
 	@cd kubernetes && $(GO_TEST) -json $(TEST_FLAGS) ./... | $(CURDIR)/$(REPORT)
 
@@ -159,6 +159,7 @@ test-hostile: check-go
 	@scripts/deps hard
 	@$(GO_BUILD) -o bin/hwkvm ./internal/test/hwkvm/cmd/hwkvm
 	@bin/hwkvm --prepare
+	@$(GO_TEST) -count 1 ./internal/test/hwkvm
 	@status=0; \
 	TMPDIR=/dev/shm $(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' ./internal/test/hostileguest -hostile-pause 50ms $(HOSTILE) || status=1; \
 	$(GO_TEST) -count 1 -timeout 24h -v -run '^TestAttack' -exec "$(CURDIR)/bin/hwkvm --" ./internal/test/hostileguest $(HOSTILE) || status=1; \
@@ -216,7 +217,7 @@ scale-proofs: test-state
 	$(MAKE) scale-sim || status=1; \
 	$(MAKE) test-scale KILLS=$(or $(KILLS),500) || status=1; \
 	DROWSE_TEST_MOVES=$(MOVES) $(GO_TEST) -count 1 -timeout 5h -v -run TestGuest_moves ./sandbox/cluster || status=1; \
-	DROWSE_TEST_WAKES=$(WAKES) DROWSE_TEST_VERSITYGW=$(CURDIR)/.cache/bin/versitygw $(GO_TEST) -count 1 -timeout 5h -tags versitygw,workloads -v -run 'TestWake_of_a_guest|TestGuest_reads|TestGuest_whose' ./sandbox/cluster || status=1; \
+	DROWSE_TEST_WAKES=$(WAKES) DROWSE_TEST_VERSITYGW=$(CURDIR)/.cache/bin/versitygw $(GO_TEST) -count 1 -timeout 5h -tags versitygw,workloads -v -run 'TestWake_of_a_guest|TestGuest_(reads|whose|runs|stands)' ./sandbox/cluster || status=1; \
 	$(MAKE) test-kubernetes || status=1; \
 	exit $$status
 

@@ -449,6 +449,7 @@ func TestForks_of_a_running_VM(t *testing.T) {
 				t.Error(err)
 			}
 		}
+		e.RemoveTemplates()
 		left := slices.DeleteFunc(files(t, e.Store), func(f string) bool { return strings.HasPrefix(f, "layers/ext4-") || f == "layers/.ext4.lock" })
 		if len(left) != 0 {
 			t.Errorf("%v left", left)

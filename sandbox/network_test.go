@@ -141,7 +141,7 @@ func TestNetwork_of_a_guest_leads_to_the_host_and_goes_with_its_process(t *testi
 	policy := mustPolicy(t, `
 rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], ports: [any]}]
 `)
-	rep := e.Run(sandbox.Spec{Name: "net", Network: spec.NetworkTAP, Policy: policy})
+	rep := e.Run(sandbox.Spec{Name: "net", Network: spec.NetworkTAP, IPv6: true, Policy: policy})
 	e.Do("net", "mkfifo", "/run/order", "/run/answer")
 	p, err := e.Agent("net").Start(t.Context(), guest.Cmd{Argv: []string{"python3", "-S", "-E", "-c", sender}, Detach: true})
 	if err != nil {
@@ -154,7 +154,7 @@ rules: [{direction: egress, verdict: allow, groups: [host], protocols: [tcp], po
 	}
 	exchange := func(name, word, device string) {
 		t.Helper()
-		const n = 300_000
+		const n = 60_000
 		if got := send(name, echo(t, device), word, n, 300); got != fmt.Sprintf("%d True", n) {
 			t.Errorf("%s: of %d bytes came back: %s", word, n, got)
 		}

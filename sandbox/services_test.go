@@ -63,8 +63,10 @@ func TestServices_of_a_guest(t *testing.T) {
 	if _, err := e.Store.Sandbox("sv").SetService(t.Context(), crash); err != nil {
 		t.Fatal(err)
 	}
-	if s := service(e, "sv", "crash", "failed"); s.Restarts != 1 || s.ExitCode == nil || *s.ExitCode != 1 {
-		t.Errorf("one that fails is %+v", s)
+	failed := service(e, "sv", "crash", "failed")
+	// More often on a busy machine: a run that is long enough does not count.
+	if failed.Restarts < 1 || failed.ExitCode == nil || *failed.ExitCode != 1 {
+		t.Errorf("one that fails is %+v", failed)
 	}
 	// A service without a check is ready while it runs, so only its failure shows.
 	if _, err := e.Store.Sandbox("sv").WaitService(t.Context(), "crash"); !errors.Is(err, control.ErrServiceNotReady) {
@@ -79,7 +81,7 @@ func TestServices_of_a_guest(t *testing.T) {
 	if s := service(e, "sf", "keep", "running"); s.PID != first.PID {
 		t.Errorf("in a fork it is %+v", s)
 	}
-	if s := service(e, "sf", "crash", "failed"); s.Restarts != 1 {
+	if s := service(e, "sf", "crash", "failed"); s.Restarts != failed.Restarts {
 		t.Errorf("in a fork the other is %+v", s)
 	}
 
@@ -130,7 +132,8 @@ func TestServices_of_a_guest(t *testing.T) {
 	// The trail has a start for each run, and an end for each that has ended.
 	trailHas(e, "sv", map[string]int{
 		"service-start keep": 3, "service-exit keep": 1, "service-stop keep": 1,
-		"service-start crash": 2, "service-exit crash": 3, // two exits, and the one that gave it up
+		// The last exit is the one that gave it up.
+		"service-start crash": int(failed.Restarts) + 1, "service-exit crash": int(failed.Restarts) + 2,
 		"service-start late": 1,
 	})
 }

@@ -82,7 +82,7 @@ func TestUser_without_root_has_a_network_by_a_helper(t *testing.T) {
 		t.Fatalf("it has the network %+v", rep.Network)
 	}
 	gateway := netpolicy.TheWire.Gateway4.String()
-	if got := e.Do("own", "python3", "-c", connect, gateway); strings.TrimSpace(got) != "hello" {
+	if got := e.Do("own", "python3", "-I", "-S", "-c", connect, gateway); strings.TrimSpace(got) != "hello" {
 		t.Errorf("the host says %q", got)
 	}
 	if from := <-came; from != rep.Network.Address {
@@ -90,7 +90,7 @@ func TestUser_without_root_has_a_network_by_a_helper(t *testing.T) {
 	}
 	e.Sleep("own")
 	e.Wake("own")
-	if got := e.Do("own", "python3", "-c", connect, gateway); strings.TrimSpace(got) != "hello" {
+	if got := e.Do("own", "python3", "-I", "-S", "-c", connect, gateway); strings.TrimSpace(got) != "hello" {
 		t.Errorf("after a wake the host says %q", got)
 	}
 }

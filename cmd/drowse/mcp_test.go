@@ -188,9 +188,10 @@ func TestMCP_serves_the_npm_client_unmodified(t *testing.T) {
 
 func TestMCP_tools_work_in_a_guest(t *testing.T) {
 	e := guesttest.New(t)
+	e.Template(sandbox.Spec{})
 	h := e.Store.With(e.Launcher)
 	s, err := mcp.New(mcp.Options{
-		Host: h, Owner: "mcp", Images: []string{guesttest.ImageTag}, Sandboxes: 2, VCPUs: 1, MemoryMiB: 256, DiskMiB: 512, Policy: modelPolicy,
+		Host: h, Owner: "mcp", Images: []string{guesttest.ImageTag}, Sandboxes: 2, VCPUs: 1, MemoryMiB: 256, DiskMiB: 256, Policy: modelPolicy,
 		Image: func(ctx context.Context, name string, _ func(string, int64, int64)) (*image.Image, error) {
 			return (&pullFlags{when: pullNever}).image(ctx, nil, h, name)
 		},
@@ -223,8 +224,9 @@ func TestMCP_tools_work_in_a_guest(t *testing.T) {
 	}
 	has("create_sandbox", map[string]any{"name": "a", "command": []string{"id", "-u"}}, `"stdout":"0\n"`)
 	// What a command leaves running goes on, also over a sleep.
-	has("exec", sh(`perl -MIO::Socket::INET -e '$s = IO::Socket::INET->new(Listen => 1, LocalAddr => "127.0.0.1:8080") or die; open(F, ">/tmp/up"); close(F); sleep 9999' >/tmp/log 2>&1 &
-		while ! test -e /tmp/up; do sleep 0.1; done`), `"exit_code":0`)
+	has("exec", sh(`mkfifo /tmp/up
+		perl -MIO::Socket::INET -e '$s = IO::Socket::INET->new(Listen => 1, LocalAddr => "127.0.0.1:8080") or die; open(F, ">/tmp/up"); print F "up\n"; close(F); sleep 9999' >/tmp/log 2>&1 &
+		read up </tmp/up`), `"exit_code":0`)
 	has("list_ports", map[string]any{"sandbox": "a"}, `{"port":8080,"address":"127.0.0.1"}`)
 	has("write_file", map[string]any{"sandbox": "a", "path": "/work/x/run", "content": "#!/bin/sh\necho ran\n", "executable": true}, `"bytes":19`)
 	has("sleep_sandbox", map[string]any{"sandbox": "a"}, "asleep")

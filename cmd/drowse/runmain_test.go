@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
+	"github.com/drowse-vm/drowse/sandbox"
 )
 
 // shareImages gives a test's state its own image directory, with links to the images that all tests share.
@@ -74,8 +75,9 @@ CMD ["one", "two"]
 		t.Errorf("the processes are %+v (%v)", procs, err)
 	}
 
-	code, stdout, stderr = drowse(t, state, "run", "--rm", "--name", "once", "-u", "root", "--entrypoint", "sh", "app", "-c", "echo $GREETING $(id -un) $PWD; exit 3")
-	if code != 3 || stdout != "hello root /srv/app\n" || strings.Contains(stderr, "goes on") {
+	e.Template(sandbox.Spec{})
+	code, stdout, stderr = drowse(t, state, "run", "--rm", "--name", "once", "--memory", "256", "--disk", "256", "-w", "/srv", "-u", "root", "--entrypoint", "sh", guesttest.ImageTag, "-c", "echo $(id -un) $PWD; exit 3")
+	if code != 3 || stdout != "root /srv\n" || strings.Contains(stderr, "goes on") {
 		t.Errorf("a command: exit status %d, stdout %q, stderr %q", code, stdout, stderr)
 	}
 	if _, stdout, _ = drowse(t, state, "ps"); strings.Contains(stdout, "once") || !strings.Contains(stdout, "web") {

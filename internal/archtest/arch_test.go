@@ -91,7 +91,7 @@ var rules = []rule{
 	// The host's end of its link. It knows no VM: the two meet in the TAP device.
 	{"sandbox/network", []string{"sandbox/spec", "sandbox/jail/confine", "sandbox/jail/rpc", "devices/net", "devices/net/tap", "netpolicy", "netpolicy/link", "netpolicy/flow", "netpolicy/resolver", "netpolicy/tlsname", "netpolicy/proxy", "netpolicy/hostnet"}},
 	// VMs in memory, which replace the VM below the process.
-	{"sandbox/sandboxtest", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/process", "sandbox/instance", "sandbox/network", "vmm", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "rootfs/disk", "rootfs/image", "rootfs/image/fstree", "rootfs/kernel", "guest", "guest/agentpb", "guest/fakeguest"}},
+	{"sandbox/sandboxtest", []string{"sandbox", "sandbox/state", "sandbox/control", "sandbox/pool", "sandbox/spec", "sandbox/process", "sandbox/instance", "sandbox/network", "vmm", "vmm/guestmem", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "rootfs/disk", "rootfs/image", "rootfs/image/fstree", "rootfs/kernel", "guest", "guest/agentpb", "guest/fakeguest"}},
 	// The process of a VM, its launcher, and the protocol between the two.
 	{"sandbox/procstat", nil},
 	{"sandbox/process", []string{"sandbox/control", "sandbox/jail", "sandbox/jail/confine", "sandbox/procstat", "sandbox/limits", "sandbox/arrival", "sandbox/instance", "sandbox/lease", "sandbox/network", "sandbox/spec", "sandbox/state/...", "sandbox/lifetime", "sandbox/events", "sandbox/hosthooks", "vmm/...", "devices/net", "devices/secrets", "devices/vsock", "snapshot", "snapshot/pager", "netpolicy", "netpolicy/hostnet", "netpolicy/proxy", "rootfs/...", "guest", "guest/audit", "internal/osfile", "guest/report"}},
@@ -163,7 +163,7 @@ var rules = []rule{
 	{"internal/doctor", []string{"sandbox/jail/confine", "sandbox/network", "vmm", "vmm/kvm", "vmm/boot", "snapshot/pager", "rootfs/...", "sandbox/hosthooks"}},
 	// Packages that only tests import.
 	{"internal/test/devicetest", []string{"devices", "devices/virtq", "devices/mmio", "vmm/guestmem"}},
-	{"internal/test/guesttest/...", []string{"sandbox/...", "vmm/...", "devices/...", "snapshot/...", "rootfs/...", "guest", "internal/test/hwkvm/..."}},
+	{"internal/test/guesttest/...", []string{"internal/osfile", "sandbox/...", "vmm/...", "devices/...", "snapshot/...", "rootfs/...", "guest", "internal/test/hwkvm/..."}},
 	{"internal/test/faultfs", []string{"internal/osfile"}},
 	{"internal/test/farfiles", []string{"internal/osfile"}},
 	// What runs inside has no dependencies, since it is built offline.

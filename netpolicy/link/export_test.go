@@ -320,6 +320,23 @@ func LoadShared(root string) (id uint32, loaded bool, err error) {
 	return id, loaded, errors.Join(err, p.close())
 }
 
+// HasShared reports whether the programs that endpoints share are there as they must be.
+func HasShared(root string) (there bool, err error) {
+	s, err := lockShared(root, digest())
+	if err != nil {
+		return false, err
+	}
+	defer s.unlock()
+	p, err := s.open()
+	if errors.Is(err, os.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	return true, p.close()
+}
+
 // Occupy makes an endpoint without a device that takes a slot, which must be free, and fills it.
 func Occupy(root, endpoint string, slot uint32, s *netpolicy.Spec) error {
 	if _, err := TakeSlot(root, endpoint, slot); err != nil {

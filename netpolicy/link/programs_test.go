@@ -455,19 +455,56 @@ func TestLoadShared_pin_that_is_missing_or_wrong_gives_new_programs(t *testing.T
 	}
 	for _, tt := range tests {
 		t.Run(tt.what, func(t *testing.T) {
-			if err := tt.do(filepath.Join(shared, tt.pin)); err != nil {
+			pin := filepath.Join(shared, tt.pin)
+			back := keepPin(t, pin)
+			if err := tt.do(pin); err != nil {
 				t.Fatal(err)
 			}
-			id, loaded, err := LoadShared(root)
-			if err != nil || !loaded || id == last {
-				t.Errorf("program %d after %d, loaded %v: %v", id, last, loaded, err)
+			if there, err := HasShared(root); there || err != nil {
+				t.Errorf("they are taken for whole: %v", err)
 			}
-			again, loaded, err := LoadShared(root)
-			if err != nil || loaded || again != id {
-				t.Errorf("the next one got program %d, want %d; loaded %v: %v", again, id, loaded, err)
+			back()
+			if there, err := HasShared(root); !there || err != nil {
+				t.Errorf("with what was there, they are not: %v", err)
 			}
-			last = id
 		})
+	}
+	if err := os.Remove(filepath.Join(shared, "calls")); err != nil {
+		t.Fatal(err)
+	}
+	id, loaded, err := LoadShared(root)
+	if err != nil || !loaded || id == last {
+		t.Errorf("program %d after %d, loaded %v: %v", id, last, loaded, err)
+	}
+	again, loaded, err := LoadShared(root)
+	if err != nil || loaded || again != id {
+		t.Errorf("the next one got program %d, want %d; loaded %v: %v", again, id, loaded, err)
+	}
+}
+
+// keepPin returns what puts back what is there now.
+func keepPin(t *testing.T, pin string) (back func()) {
+	t.Helper()
+	if to, err := os.Readlink(pin); err == nil {
+		return func() {
+			t.Helper()
+			if err := os.Symlink(to, pin); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	m, err := ebpf.LoadPinnedMap(pin, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return func() {
+		t.Helper()
+		if err := os.Remove(pin); err != nil && !errors.Is(err, os.ErrNotExist) {
+			t.Fatal(err)
+		}
+		if err := errors.Join(m.Unpin(), m.Pin(pin), m.Close()); err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 

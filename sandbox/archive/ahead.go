@@ -2,10 +2,12 @@ package archive
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"time"
 
@@ -14,22 +16,26 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 )
 
-// Ahead is a head of which files are put before all of it is known: from snapshots of a sandbox that still runs. What
-// is the same in the last one is not put again. Until then it is what Sweep finds, and no head. One goroutine at a time
-// may use it.
+// Ahead is a head that is put: at once, or first files of snapshots of a sandbox that still runs. What is the same in
+// the last one is not put again. Until PushHead it is what Sweep finds, and no head. One goroutine at a time may use
+// it.
 type Ahead struct {
 	a     *Archive
 	begin time.Time
 	id    string
 	data  string
 	next  int // number of the next file; 0 is the document's
-	files []aheadFile
+	files []Kept
 }
 
-type aheadFile struct {
+// Kept is a file of a head that is in the store, and may be a file of the sandbox's next heads as well.
+type Kept struct {
 	entryFile
-	mark   string // state.FileMarks
-	stored int64
+	// Mark is the file's on this host: see state.FileMarks.
+	Mark string `json:"mark"`
+	// Stored is how many bytes it has in the store, and Of how many all have that its head has put.
+	Stored int64 `json:"stored"`
+	Of     int64 `json:"of"`
 }
 
 // Object is an object of an Ahead.
@@ -46,6 +52,42 @@ func (a *Archive) Ahead(id string) (*Ahead, error) {
 	return &Ahead{a: a, begin: time.Now(), id: id, data: dataOf(Heads, id) + rand.Text(), next: 1}, nil
 }
 
+// Seal says how the files are sealed that are put. Those of another seal are no files of this head.
+func (h *Ahead) Seal() blob.Seal { return blob.SealOf(h.a.storeOf(Heads)) }
+
+// Keep has the head name files that earlier heads have put, if a snapshot has them. It returns these heads, which must
+// stay as long as this one. Of what a head has put at least half must be in use: else it is put again, or the store
+// would fill with what nobody needs.
+func (h *Ahead) Keep(s *state.Store, snap string, kept []Kept) (heads []string, err error) {
+	marks, err := s.FileMarks(snap)
+	if err != nil {
+		return nil, err
+	}
+	has := map[string]bool{}
+	for _, mark := range marks {
+		has[mark] = true
+	}
+	used := map[string]int64{}
+	for _, k := range kept {
+		if has[k.Mark] {
+			used[k.In] += k.Stored
+		}
+	}
+	for _, k := range kept {
+		if has[k.Mark] && used[k.In] >= k.Of/2 {
+			h.files = append(h.files, k)
+			heads = append(heads, headOf(k.In))
+		}
+	}
+	slices.Sort(heads)
+	return slices.Compact(heads), nil
+}
+
+// Forget has the head name no file that these heads have put.
+func (h *Ahead) Forget(heads []string) {
+	h.files = slices.DeleteFunc(h.files, func(k Kept) bool { return slices.Contains(heads, headOf(k.In)) })
+}
+
 // Send puts what was not put yet of a snapshot, and the image, if that is missing. It returns the bytes that the store
 // has got.
 func (h *Ahead) Send(ctx context.Context, s *state.Store, image, snap string) (stored int64, err error) {
@@ -60,7 +102,7 @@ func (h *Ahead) Send(ctx context.Context, s *state.Store, image, snap string) (s
 }
 
 // send returns the files of a snapshot, after it has put those that are missing.
-func (h *Ahead) send(ctx context.Context, s *state.Store, snap string) (files []aheadFile, stored int64, err error) {
+func (h *Ahead) send(ctx context.Context, s *state.Store, snap string) (files []Kept, stored int64, err error) {
 	// Before any file is read: one that changes meanwhile has another mark the next time.
 	marks, err := s.FileMarks(snap)
 	if err != nil {
@@ -69,7 +111,7 @@ func (h *Ahead) send(ctx context.Context, s *state.Store, snap string) (files []
 	err = s.SendSnapshot(ctx, snap, func(f snapshot.SentFile, r io.Reader) error {
 		mark := marks.Of(f)
 		for _, have := range h.files {
-			if mark != "" && have.mark == mark && have.Size == f.Size {
+			if mark != "" && have.Mark == mark && have.Size == f.Size {
 				have.SentFile = f // a memory file has another name in a later snapshot
 				files = append(files, have)
 				return nil
@@ -84,7 +126,7 @@ func (h *Ahead) send(ctx context.Context, s *state.Store, snap string) (files []
 		if err != nil {
 			return err
 		}
-		is := aheadFile{entryFile{SentFile: f, Index: ref.Index, At: n}, mark, size}
+		is := Kept{entryFile: entryFile{SentFile: f, Index: ref.Index, At: n}, Mark: mark, Stored: size}
 		h.files, files, stored = append(h.files, is), append(files, is), stored+size
 		return nil
 	})
@@ -94,7 +136,7 @@ func (h *Ahead) send(ctx context.Context, s *state.Store, snap string) (files []
 // Objects returns what the store has of it.
 func (h *Ahead) Objects(ctx context.Context) (out []Object, err error) {
 	for _, f := range h.files {
-		ref := fileRef{Key: fmt.Sprintf("%s/%d", h.data, f.At), Size: f.Size, Index: f.Index}
+		ref := fileRef{Key: fmt.Sprintf("%s/%d", cmp.Or(f.In, h.data), f.At), Size: f.Size, Index: f.Index}
 		x, err := open(ctx, h.a.store, ref)
 		if err != nil {
 			return nil, err
@@ -107,11 +149,12 @@ func (h *Ahead) Objects(ctx context.Context) (out []Object, err error) {
 	return out, nil
 }
 
-// PushHead is Archive.PushHead of the head. It also returns the bytes that the store has got by it. No other method may
+// PushHead puts the rest of the head: of the snapshot, the image i.Image, if that is missing, and a document about the
+// sandbox. It also returns the bytes that the store has got by it, and what later heads may keep. No other method may
 // follow.
-func (h *Ahead) PushHead(ctx context.Context, s *state.Store, i Info, snap string, doc []byte) (out Info, stored int64, err error) {
-	fail := func(err error) (Info, int64, error) {
-		return Info{}, stored, fmt.Errorf("putting %.12s into the archive: %w", h.id, err)
+func (h *Ahead) PushHead(ctx context.Context, s *state.Store, i Info, snap string, doc []byte) (out Info, stored int64, kept []Kept, err error) {
+	fail := func(err error) (Info, int64, []Kept, error) {
+		return Info{}, stored, nil, fmt.Errorf("putting %.12s into the archive: %w", h.id, err)
 	}
 	if err := checkDoc(i.Name, doc); err != nil {
 		return fail(err)
@@ -127,23 +170,31 @@ func (h *Ahead) PushHead(ctx context.Context, s *state.Store, i Info, snap strin
 	m := manifest{Version: aheadVersion, Info: i, Data: h.data}
 	m.Put, m.Size, m.Stored = h.begin.UTC().Truncate(time.Second), int64(len(doc)), 0
 	ref, size, err := put(ctx, h.a.storeOf(Heads), m.file(0), bytes.NewReader(doc), m.Size)
-	var files []aheadFile
 	if err == nil {
 		m.Files = append(m.Files, entryFile{SentFile: snapshot.SentFile{Name: docFile, Size: m.Size}, Index: ref.Index})
-		files, stored, err = h.send(ctx, s, snap)
+		kept, stored, err = h.send(ctx, s, snap)
 	}
 	stored, m.Stored = stored+size, size
-	for _, f := range files {
+	for _, f := range kept {
 		if err == nil && f.Size > maxEntry-m.Size {
 			err = errTooMuch
 		}
 		m.Files = append(m.Files, f.entryFile)
-		m.Size, m.Stored = m.Size+f.Size, m.Stored+f.stored
+		if m.Size += f.Size; f.In == "" {
+			m.Stored += f.Stored
+		} else {
+			m.Version = keptVersion
+		}
 	}
 	if out, err = h.a.finish(ctx, h.a.storeOf(Heads), key, &m, h.begin, err); err != nil {
 		return fail(err)
 	}
-	return out, stored, nil
+	for i := range kept {
+		if kept[i].In == "" {
+			kept[i].In, kept[i].Of = h.data, m.Stored
+		}
+	}
+	return out, stored, slices.DeleteFunc(kept, func(k Kept) bool { return k.Mark == "" }), nil
 }
 
 // PullImage gets an image if the store lacks it.

@@ -2,6 +2,7 @@ package archive
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -22,8 +23,10 @@ import (
 
 const (
 	manifestVersion = 1
-	// aheadVersion is that of a manifest whose files have numbers of their own.
+	// aheadVersion is that of a manifest whose files have numbers of their own, and keptVersion of one some of whose
+	// files earlier heads have put.
 	aheadVersion = 2
+	keptVersion  = 3
 	maxManifest  = 4 << 20 // bytes
 	dataPrefix   = "data/"
 	// maxPut is how long a put may take. Sweep leaves alone what has changed within the last minSweep.
@@ -64,7 +67,7 @@ type Info struct {
 	Created time.Time `json:"created"`
 	Put     time.Time `json:"put"`
 	Size    int64     `json:"size"`   // bytes of its files
-	Stored  int64     `json:"stored"` // bytes in the store
+	Stored  int64     `json:"stored"` // bytes in the store that were put for it
 }
 
 // manifest is the object that makes an entry.
@@ -75,8 +78,8 @@ type manifest struct {
 	Data  string      `json:"data"`
 	Files []entryFile `json:"files"`
 
-	// sealedFor is the owner for whom the object is sealed.
-	sealedFor string
+	// seal is that of the object.
+	seal blob.Seal
 }
 
 type entryFile struct {
@@ -84,6 +87,8 @@ type entryFile struct {
 	Index string `json:"index"` // SHA-256 of its index
 	// At is its number in Data; 0 is its place among the files.
 	At int `json:"at,omitempty"`
+	// In is Data of the earlier head of the sandbox that has put it; empty for this one.
+	In string `json:"in,omitempty"`
 }
 
 // Archive is an archive in a store of objects. Its methods may be called from several goroutines and hosts.
@@ -183,10 +188,24 @@ func dataOf(kind Kind, id string) string { return dataPrefix + string(kind) + "-
 
 // file returns the key of a file by its place.
 func (m *manifest) file(n int) string {
-	if n < len(m.Files) && m.Files[n].At != 0 {
-		n = m.Files[n].At
+	data, n := m.place(n)
+	return fmt.Sprintf("%s/%d", data, n)
+}
+
+// place returns what begins the key of a file, and its number in that.
+func (m *manifest) place(n int) (data string, at int) {
+	data, at = m.Data, n
+	if n < len(m.Files) {
+		f := &m.Files[n]
+		data, at = cmp.Or(f.In, data), cmp.Or(f.At, at)
 	}
-	return fmt.Sprintf("%s/%d", m.Data, n)
+	return data, at
+}
+
+// headOf returns the id of the head whose Data that is.
+func headOf(data string) string {
+	id, _, _ := strings.Cut(strings.TrimPrefix(data, dataPrefix+string(Heads)+"-"), "-")
+	return id
 }
 
 // commit puts the manifest.
@@ -219,7 +238,7 @@ func (a *Archive) manifest(ctx context.Context, kind Kind, id string) (*manifest
 	if err != nil {
 		return nil, err
 	}
-	doc, _, owner, err := blob.LoadOf(ctx, a.store, key, maxManifest)
+	doc, _, seal, err := blob.LoadOf(ctx, a.store, key, maxManifest)
 	if errors.Is(err, blob.ErrNotFound) {
 		return nil, fmt.Errorf("%w: %s", ErrNotFound, id)
 	}
@@ -230,13 +249,16 @@ func (a *Archive) manifest(ctx context.Context, kind Kind, id string) (*manifest
 	if err == nil && (m.ID != id || !strings.HasPrefix(m.Data, dataOf(kind, id))) {
 		err = fmt.Errorf("it is of %.80q in %.200q", m.ID, m.Data)
 	}
-	if err == nil && kind == Images && owner != "" {
+	if err == nil && kind == Images && seal.Owner != "" {
 		err = errors.New("it is sealed under the key of an owner, and images are everybody's")
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%w: the manifest of %s: %w", ErrCorrupt, id, err)
 	}
-	m.sealedFor = owner
+	if kind != Heads && m.Version == keptVersion {
+		return nil, fmt.Errorf("%w: the manifest of %s: only heads have files of others", ErrCorrupt, id)
+	}
+	m.seal = seal
 	return m, nil
 }
 
@@ -257,17 +279,17 @@ func decodeManifest(doc []byte) (*manifest, error) {
 	d.DisallowUnknownFields()
 	if err := d.Decode(&m); err != nil {
 		var v struct{ Version int }
-		if json.Unmarshal(doc, &v) == nil && v.Version > aheadVersion {
-			err = fmt.Errorf("it has version %d, this program reads %d: use the one that wrote it", v.Version, aheadVersion)
+		if json.Unmarshal(doc, &v) == nil && v.Version > keptVersion {
+			err = fmt.Errorf("it has version %d, this program reads %d: use the one that wrote it", v.Version, keptVersion)
 		}
 		return nil, err
 	}
 	switch {
-	case m.Version != manifestVersion && m.Version != aheadVersion:
-		return nil, fmt.Errorf("it has version %d, this program reads %d: use the one that wrote it", m.Version, aheadVersion)
+	case m.Version < manifestVersion || m.Version > keptVersion:
+		return nil, fmt.Errorf("it has version %d, this program reads %d: use the one that wrote it", m.Version, keptVersion)
 	case d.More():
 		return nil, errors.New("there is more after it")
-	case !strings.HasPrefix(m.Data, dataPrefix) || strings.Count(m.Data, "/") != 1 || blob.CheckKey(m.Data) != nil:
+	case !isData(m.Data, dataPrefix):
 		return nil, fmt.Errorf("its files are in %.80q", m.Data)
 	case len(m.Files) > maxFiles:
 		return nil, fmt.Errorf("it has %d files", len(m.Files))
@@ -280,6 +302,9 @@ func decodeManifest(doc []byte) (*manifest, error) {
 		if plain += f.Size; plain > maxEntry {
 			return nil, errTooMuch
 		}
+		if f.In != "" && (m.Version < keptVersion || f.At == 0 || !isData(f.In, dataPrefix+string(Heads)+"-") || !idRE.MatchString(headOf(f.In))) {
+			return nil, fmt.Errorf("its file %.80q is in %.80q", f.Name, f.In)
+		}
 		if key := m.file(i); f.At < 0 || f.At > maxNumber || f.At != 0 && m.Version < aheadVersion || keys[key] {
 			return nil, fmt.Errorf("its file %.80q has the impossible number %d", f.Name, f.At)
 		} else {
@@ -287,6 +312,10 @@ func decodeManifest(doc []byte) (*manifest, error) {
 		}
 	}
 	return &m, nil
+}
+
+func isData(data, prefix string) bool {
+	return strings.HasPrefix(data, prefix) && strings.Count(data, "/") == 1 && blob.CheckKey(data) == nil
 }
 
 // Entry is an entry that is read. It implements snapshot.Source.
@@ -309,7 +338,7 @@ func (a *Archive) Get(ctx context.Context, kind Kind, id string) (*Entry, error)
 
 // SealedFor returns the owner under whose key the entry is sealed; it is empty for a key of the hosts, or none. Whoever
 // has put the entry had that key, and all that is read of it is what he has put.
-func (e *Entry) SealedFor() string { return e.m.sealedFor }
+func (e *Entry) SealedFor() string { return e.m.seal.Owner }
 
 // Files implements snapshot.Source.
 func (e *Entry) Files() (out []snapshot.SentFile) {
@@ -344,7 +373,22 @@ func (e *Entry) index(ctx context.Context, i int) (*index, error) {
 	if e.indexes != nil {
 		return e.indexes[i], nil
 	}
-	return open(ctx, e.a.store, e.ref(i))
+	return e.openIndex(ctx, i)
+}
+
+// openIndex reads the index of a file. One that an earlier head has put must be sealed for the same owner.
+func (e *Entry) openIndex(ctx context.Context, i int) (*index, error) {
+	if e.m.Files[i].In == "" {
+		return open(ctx, e.a.store, e.ref(i))
+	}
+	doc, _, by, err := blob.LoadOf(ctx, e.a.store, indexKey(e.ref(i)), indexLimit(e.ref(i)))
+	if err == nil && by.Owner != e.m.seal.Owner {
+		err = fmt.Errorf("%w: %s is sealed for another owner than the head that names it", ErrCorrupt, e.m.file(i))
+	}
+	if err != nil {
+		return nil, err
+	}
+	return readIndex(doc, e.ref(i))
 }
 
 // readIndexes reads the indexes of all files, several at once.
@@ -354,7 +398,7 @@ func (e *Entry) readIndexes(ctx context.Context) error {
 	g.SetLimit(indexesAtOnce)
 	for i := range out {
 		g.Go(func() (err error) {
-			out[i], err = open(ctx, e.a.store, e.ref(i))
+			out[i], err = e.openIndex(ctx, i)
 			return err
 		})
 	}

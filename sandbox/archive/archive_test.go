@@ -2,6 +2,7 @@ package archive
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/json"
@@ -543,7 +544,7 @@ func FuzzIndex(f *testing.F) {
 }
 
 func FuzzManifest(f *testing.F) {
-	good, err := json.Marshal(manifest{Version: 1, Info: Info{ID: id1}, Data: dataOf(Snapshots, id1) + "X", Files: []entryFile{{snapshot.SentFile{Name: "a"}, fmt.Sprintf("%x", sha256.Sum256(nil)), 0}}})
+	good, err := json.Marshal(manifest{Version: 1, Info: Info{ID: id1}, Data: dataOf(Snapshots, id1) + "X", Files: []entryFile{{SentFile: snapshot.SentFile{Name: "a"}, Index: fmt.Sprintf("%x", sha256.Sum256(nil))}}})
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -552,7 +553,7 @@ func FuzzManifest(f *testing.F) {
 	if err := json.Unmarshal(good, &m); err != nil {
 		f.Fatal(err)
 	}
-	for version, numbers := range map[int][]int{1: {0, 2}, 2: {0, 1}, 3: {0, 0}} {
+	for version, numbers := range map[int][]int{1: {0, 2}, 2: {0, 1}, 4: {0, 1}} {
 		m.Version, m.Files = version, []entryFile{m.Files[0], m.Files[0]}
 		m.Files[0].At, m.Files[1].At = numbers[0], numbers[1]
 		text, err := json.Marshal(m)
@@ -570,11 +571,30 @@ func FuzzManifest(f *testing.F) {
 	} else if _, err := decodeManifest(text); err == nil {
 		f.Error("two files have one key")
 	}
+	earlier := dataOf(Heads, id1) + "X"
+	for in, ok := range map[string]bool{earlier: true, earlier + "/0": false, dataOf(Images, id1) + "X": false, dataOf(Heads, "x") + "X": false, "heads/" + id1: false} {
+		for version, at := range map[int]int{2: 5, 3: 5, keptVersion + 1: 5, 0: 0} {
+			m.Version, m.Files[0].At, m.Files[0].In = cmp.Or(version, keptVersion), at, in
+			text, err := json.Marshal(m)
+			if err != nil {
+				f.Fatal(err)
+			}
+			f.Add(text)
+			if _, err := decodeManifest(text); (err == nil) != (ok && version == keptVersion) {
+				f.Errorf("%s: %v", text, err)
+			}
+		}
+	}
 	f.Add([]byte(`{"version":2}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		m, err := decodeManifest(b)
 		if err == nil && (len(m.Files) > maxFiles || blob.CheckKey(m.Data) != nil) {
 			t.Errorf("%+v", m)
+		}
+		for i := 0; err == nil && i < len(m.Files); i++ {
+			if key := m.file(i); blob.CheckKey(key) != nil || !strings.HasPrefix(key, dataPrefix) {
+				t.Errorf("file %d is %s", i, key)
+			}
 		}
 	})
 }

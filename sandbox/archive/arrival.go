@@ -110,6 +110,7 @@ type Arrival struct {
 	ID, Dir string
 
 	line  *Line
+	head  *Entry
 	store blob.Store
 	fs    osfile.FS
 	again bool // an earlier process may have written frames
@@ -130,6 +131,7 @@ type Arrival struct {
 
 // awaitedFile is a memory file or layer of which frames are missing.
 type awaitedFile struct {
+	at   int // its place in the head
 	key  string
 	x    *index
 	f    osfile.File
@@ -239,7 +241,7 @@ func (h *Head) laterLayers() (numbers map[string]int, later []state.LaterLayer) 
 }
 
 func (h *Head) arrival(fsys osfile.FS, line *Line) *Arrival {
-	a := &Arrival{line: line, store: h.e.a.store, fs: fsys, files: map[string]*awaitedFile{}, lost: make(chan struct{})}
+	a := &Arrival{line: line, head: h.e, store: h.e.a.store, fs: fsys, files: map[string]*awaitedFile{}, lost: make(chan struct{})}
 	a.ctx, a.end = context.WithCancel(context.Background())
 	return a
 }
@@ -284,7 +286,7 @@ func (a *Arrival) addMemory(e *Entry) error {
 
 // add begins with a file of the head.
 func (a *Arrival) add(e *Entry, i int, path string, flags int) (*awaitedFile, error) {
-	w := &awaitedFile{key: e.m.file(i), x: e.indexes[i], size: e.m.Files[i].Size, again: a.again}
+	w := &awaitedFile{at: i, key: e.m.file(i), x: e.indexes[i], size: e.m.Files[i].Size, again: a.again}
 	f, err := a.fs.OpenFile(path, os.O_RDWR|flags, 0o600)
 	if err != nil {
 		return nil, err
@@ -358,6 +360,36 @@ func (a *Arrival) unpack(ctx context.Context, w *awaitedFile) error {
 	}
 	w.size, w.layer, w.early = p.FileSize(), p, nil
 	return nil
+}
+
+// Kept returns the files that have come, for the next head of their sandbox, and how they are sealed. The snapshot must
+// be in the store.
+func (a *Arrival) Kept(ctx context.Context, s *state.Store) (kept []Kept, by blob.Seal, err error) {
+	marks, err := s.FileMarks(a.ID)
+	if err != nil {
+		return nil, by, err
+	}
+	of := map[string]int64{a.head.m.Data: a.head.Stored}
+	for name, w := range a.files {
+		k := Kept{entryFile: a.head.m.Files[w.at], Mark: marks.Of(snapshot.SentFile{Extra: w.layer != nil, Name: name})}
+		if k.Mark == "" {
+			continue
+		}
+		k.In, k.At = a.head.m.place(w.at)
+		for _, n := range w.x.packs {
+			k.Stored += int64(n)
+		}
+		if _, ok := of[k.In]; !ok {
+			m, err := a.head.a.manifest(ctx, Heads, headOf(k.In))
+			if err != nil {
+				return nil, by, err
+			}
+			of[k.In] = m.Stored
+		}
+		k.Of = of[k.In]
+		kept = append(kept, k)
+	}
+	return kept, a.head.m.seal, nil
 }
 
 // Close ends all reads.

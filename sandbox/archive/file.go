@@ -198,7 +198,7 @@ func put(ctx context.Context, store blob.Store, key string, r io.Reader, size in
 		return ref, 0, err
 	}
 	doc := p.x.encode()
-	if err := putOwn(ctx, store, key+"/index", doc); err != nil {
+	if err := putOwn(ctx, store, indexKey(fileRef{Key: key}), doc); err != nil {
 		return ref, 0, err
 	}
 	sum := sha256.Sum256(doc)
@@ -277,13 +277,23 @@ func putOwn(ctx context.Context, store blob.Store, key string, body []byte) erro
 
 // open reads the index of a file.
 func open(ctx context.Context, store blob.Store, ref fileRef) (*index, error) {
-	limit := int64(indexHeader + packEntry*maxPacks + frameEntry*framesOf(ref.Size))
-	doc, _, err := store.Load(ctx, ref.Key+"/index", limit)
+	doc, _, err := store.Load(ctx, indexKey(ref), indexLimit(ref))
 	if err != nil {
 		return nil, err
 	}
+	return readIndex(doc, ref)
+}
+
+func indexKey(ref fileRef) string { return ref.Key + "/index" }
+
+// indexLimit is the most bytes that the index of a file has.
+func indexLimit(ref fileRef) int64 {
+	return int64(indexHeader + packEntry*maxPacks + frameEntry*framesOf(ref.Size))
+}
+
+func readIndex(doc []byte, ref fileRef) (*index, error) {
 	if sum := sha256.Sum256(doc); hex.EncodeToString(sum[:]) != ref.Index {
-		return nil, fmt.Errorf("%w: %s/index is not the one that the manifest names", ErrCorrupt, ref.Key)
+		return nil, fmt.Errorf("%w: %s is not the one that the manifest names", ErrCorrupt, indexKey(ref))
 	}
 	return decodeIndex(doc, ref.Size)
 }

@@ -25,22 +25,6 @@ const (
 	maxDoc  = 1 << 20
 )
 
-// PushHead puts the snapshot snap of a store, the image i.Image, if that is missing, and a document about its sandbox.
-func (a *Archive) PushHead(ctx context.Context, s *state.Store, i Info, snap string, doc []byte) (Info, error) {
-	if err := checkDoc(i.Name, doc); err != nil {
-		return i, err
-	}
-	if err := a.pushImage(ctx, s, i.Image, nil); err != nil {
-		return i, err
-	}
-	return a.Put(ctx, Heads, i, func(put func(snapshot.SentFile, io.Reader) error) error {
-		if err := put(snapshot.SentFile{Name: docFile, Size: int64(len(doc))}, bytes.NewReader(doc)); err != nil {
-			return err
-		}
-		return s.SendSnapshot(ctx, snap, func(f snapshot.SentFile, r io.Reader) error { return put(f, r) })
-	})
-}
-
 func checkDoc(name string, doc []byte) error {
 	if len(doc) > maxDoc {
 		return fmt.Errorf("what is known of %s has %d bytes, and %d are allowed", name, len(doc), maxDoc)

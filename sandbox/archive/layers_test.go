@@ -125,9 +125,7 @@ func newDiskWorld(t testing.TB, size int64, blocks ...int) *diskWorld {
 	must(t, err)
 	w.store = &far{Store: store}
 	w.a = archive.Open(w.store)
-	info, err := w.a.PushHead(t.Context(), from.State, archive.Info{ID: w.head, Name: "traveller", Image: like.Image}, w.id, []byte("{}"))
-	must(t, err)
-	w.stored = info.Stored
+	w.stored = pushHead(t, w.a, from.State, archive.Info{ID: w.head, Name: "traveller", Image: like.Image}, w.id).Stored
 	return w
 }
 

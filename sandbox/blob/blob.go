@@ -82,9 +82,18 @@ type Sealer interface {
 	Store
 	// SealFor returns a store of the same objects that puts what it puts under a key of the owner, if it has one.
 	SealFor(owner string) Store
-	// LoadOf is Load, and says for which owner the object was sealed: whoever has only keys of owners can make no other.
-	// It is empty for one that was sealed under a key of the hosts.
-	LoadOf(ctx context.Context, key string, limit int64) (body []byte, v Version, owner string, err error)
+	// Seal says how what it puts is sealed.
+	Seal() Seal
+	// LoadOf is Load, and says how the object was sealed.
+	LoadOf(ctx context.Context, key string, limit int64) (body []byte, v Version, by Seal, err error)
+}
+
+// Seal says under which key an object is sealed. It is zero for one that is not.
+type Seal struct {
+	// Key is the key's id.
+	Key string `json:"key,omitempty"`
+	// Owner is whose key it is; empty for one of the hosts. Whoever has only keys of owners can make no other objects.
+	Owner string `json:"owner,omitempty"`
 }
 
 // SealFor is that of a Sealer. Other stores seal nothing.
@@ -95,13 +104,21 @@ func SealFor(s Store, owner string) Store {
 	return s
 }
 
-// LoadOf is that of a Sealer. Objects of other stores have no owner.
-func LoadOf(ctx context.Context, s Store, key string, limit int64) (body []byte, v Version, owner string, err error) {
+// SealOf is Sealer.Seal.
+func SealOf(s Store) Seal {
+	if sealer, ok := s.(Sealer); ok {
+		return sealer.Seal()
+	}
+	return Seal{}
+}
+
+// LoadOf is that of a Sealer.
+func LoadOf(ctx context.Context, s Store, key string, limit int64) (body []byte, v Version, by Seal, err error) {
 	if sealer, ok := s.(Sealer); ok {
 		return sealer.LoadOf(ctx, key, limit)
 	}
 	body, v, err = s.Load(ctx, key, limit)
-	return body, v, "", err
+	return body, v, by, err
 }
 
 // Hosts returns a store whose Load refuses what was sealed for an owner. It is for what only hosts may say.
@@ -111,8 +128,8 @@ type hosts struct{ Store }
 
 // Load implements Store.
 func (h hosts) Load(ctx context.Context, key string, limit int64) ([]byte, Version, error) {
-	body, v, owner, err := LoadOf(ctx, h.Store, key, limit)
-	if err == nil && owner != "" {
+	body, v, by, err := LoadOf(ctx, h.Store, key, limit)
+	if err == nil && by.Owner != "" {
 		err = fmt.Errorf("%w: %.100s: it is sealed under the key of an owner, and hosts seal it under theirs", ErrCorrupt, key)
 	}
 	if err != nil {

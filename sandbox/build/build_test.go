@@ -98,8 +98,10 @@ WORKDIR /srv/app
 RUN echo "$GREETING by $(id -un) in $PWD" > said; ln said also; rm /etc/debian_version; touch /run/kept; (sleep 1000 &)
 `
 	opts := func(steps string) build.Options {
-		return build.Options{File: begin + steps, Context: dir, Tag: "built", Args: map[string]string{"WHO": "guest"}}
+		vm := sandbox.Spec{MemoryMiB: 256, DiskMiB: 256}
+		return build.Options{File: begin + steps, Context: dir, Tag: "built", Args: map[string]string{"WHO": "guest"}, VM: vm}
 	}
+	e.Template(opts("").VM)
 
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()

@@ -142,6 +142,7 @@ func (n *Node) finish(ctx context.Context, e *arriving) (err error) {
 		err := n.state.Arrived(ctx, e.id)
 		switch {
 		case err == nil:
+			n.keepArrived(ctx, e)
 			return nil
 		case errors.Is(err, state.ErrStoreBusy) && wait.For(ctx, arrivingRetry) == nil:
 		case n.state.IsThere(e.id): // whole, and perhaps not durable: after a power cut it is had again

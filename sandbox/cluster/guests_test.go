@@ -6,6 +6,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"slices"
 	"strconv"
@@ -22,7 +23,6 @@ import (
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
 	"github.com/drowse-vm/drowse/sandbox/cluster/peer"
-	"github.com/drowse-vm/drowse/sandbox/lease"
 	"github.com/drowse-vm/drowse/sandbox/spec"
 	"github.com/drowse-vm/drowse/sandbox/state"
 )
@@ -30,7 +30,11 @@ import (
 // realHost is a host whose guests are real.
 func realHost(t *testing.T, name string, store blob.Store, o cluster.Options) *host {
 	t.Helper()
-	e := guesttest.New(t)
+	return hostOf(t, guesttest.New(t), name, store, o)
+}
+
+func hostOf(t *testing.T, e *guesttest.Env, name string, store blob.Store, o cluster.Options) *host {
+	t.Helper()
 	return (&host{t: t, name: name, bare: e.Store.With(e.Launcher), store: store, o: o}).begin()
 }
 
@@ -48,8 +52,11 @@ func bootedBox(t *testing.T) blob.Store {
 		at, err := os.MkdirTemp("", "booted-")
 		must(t, err)
 		t.Run("boot", func(t *testing.T) {
-			h := realHost(t, "first", sealedDir(t, at), cluster.Options{})
-			_, err := h.Create(t.Context(), sandbox.Spec{Name: "box", Image: guesttest.ImageTag, MemoryMiB: 256}, sandbox.CreateOptions{Boot: true})
+			e := guesttest.New(t)
+			box := sandbox.Spec{Name: "box", Image: guesttest.ImageTag, MemoryMiB: 256, DiskMiB: 256}
+			e.Template(box)
+			h := hostOf(t, e, "first", sealedDir(t, at), cluster.Options{})
+			_, err := h.Create(t.Context(), box, sandbox.CreateOptions{})
 			must(t, err)
 			h.sleep("box")
 			booted.dir = at
@@ -72,6 +79,30 @@ func (h *host) says(name, script string) string {
 	return strings.TrimSpace(out.String())
 }
 
+// read returns a file of a sandbox, which it wakes. It starts no process there, which takes an interpreted kernel a
+// second.
+func (h *host) read(name, file string) string {
+	h.t.Helper()
+	var out strings.Builder
+	_, err := h.Sandbox(name).Files().ReadFile(h.t.Context(), file, &out)
+	must(h.t, err)
+	return strings.TrimSpace(out.String())
+}
+
+// awaits waits until a sandbox has a file.
+func (h *host) awaits(name, file string) {
+	h.t.Helper()
+	for end := time.Now().Add(5 * time.Minute); ; time.Sleep(200 * time.Millisecond) {
+		_, err := h.Sandbox(name).Files().Stat(h.t.Context(), file)
+		if err == nil {
+			return
+		}
+		if !errors.Is(err, fs.ErrNotExist) || time.Now().After(end) {
+			h.t.Fatal(err)
+		}
+	}
+}
+
 // starts starts a command in a sandbox, which goes on.
 func (h *host) starts(name string, argv ...string) (pid int) {
 	h.t.Helper()
@@ -92,7 +123,7 @@ func (h *host) startsAs(id, name string, argv ...string) (pid int) {
 
 func (h *host) number(name, file string) int {
 	h.t.Helper()
-	n, err := strconv.Atoi(h.says(name, "cat "+file))
+	n, err := strconv.Atoi(h.read(name, file))
 	must(h.t, err)
 	return n
 }
@@ -102,17 +133,17 @@ func TestGuest_goes_on_where_it_was_on_any_host(t *testing.T) {
 	store := bootedBox(t)
 	const ttl = 40 * time.Second // a busy machine may take 20 s to publish a snapshot; eventually waits a minute
 	a, b := realHost(t, "a", store, cluster.Options{TTL: ttl}), realHost(t, "b", store, cluster.Options{TTL: ttl})
-	const counter = "while :; do i=$((i+1)); echo $i > /dev/shm/new; mv /dev/shm/new /dev/shm/n; sleep 0.1; done"
 	a.wake("box")
-	pid := a.starts("box", "/bin/sh", "-c", counter)
-	a.says("box", "echo from-a > /root/file; while ! test -e /dev/shm/n; do sleep 0.1; done")
-	boot := a.says("box", "cat /proc/sys/kernel/random/boot_id")
+	pid := a.starts("box", "python3", "-I", "-S", "-c", counter)
+	a.says("box", "echo from-a > /root/file")
+	a.awaits("box", "/dev/shm/n")
+	boot := a.read("box", bootID)
 	here, there := a, b
 	for range 3 {
 		before := here.number("box", "/dev/shm/n")
 		here.sleep("box")
 		now := there.number("box", "/dev/shm/n")
-		if is := there.says("box", "cat /proc/sys/kernel/random/boot_id; cat /proc/"+strconv.Itoa(pid)+"/comm; cat /root/file"); is != boot+"\nsh\nfrom-a" {
+		if is := there.says("box", "cat "+bootID+" /proc/"+strconv.Itoa(pid)+"/comm /root/file"); is != boot+"\npython3\nfrom-a" {
 			t.Errorf("on %s it says %q", there.name, is)
 		}
 		if now < before {
@@ -133,7 +164,7 @@ func TestGuest_goes_on_where_it_was_on_any_host(t *testing.T) {
 		_, err := there.Sandbox("box").Wake(t.Context())
 		return err == nil
 	})
-	if got := there.says("box", "cat /root/file"); got != "from-a" {
+	if got := there.read("box", "/root/file"); got != "from-a" {
 		t.Errorf("after the death of its host the file has %q", got)
 	}
 	if now := there.number("box", "/dev/shm/n"); now < durable {
@@ -144,136 +175,14 @@ func TestGuest_goes_on_where_it_was_on_any_host(t *testing.T) {
 	}
 }
 
-// A guest runs while most of its memory is still in the store, and all of it arrives.
-func TestGuest_runs_before_its_memory_has_arrived(t *testing.T) {
-	near := bootedBox(t)
-	far := &farStore{Store: near}
-	const ttl = 2 * time.Minute
-	a, b := realHost(t, "a", near, cluster.Options{TTL: ttl}), realHost(t, "b", far, cluster.Options{TTL: ttl})
-	a.wake("box")
-	a.starts("box", "python3", "-I", "-S", "-c", hoarder)
-	a.says("box", "while ! test -e /dev/shm/n; do sleep 0.1; done")
-	for range 2 { // the first wake records what the second one needs
-		_, err := a.Sandbox("box").Sleep(t.Context(), sandbox.SleepOptions{})
-		must(t, err)
-		a.says("box", "cat /dev/shm/n")
-	}
-	sum, count := a.says("box", "cat /dev/shm/sum"), a.number("box", "/dev/shm/n")
-	a.sleep("box")
-	r, err := a.State.Get("box")
-	must(t, err)
-	var size int64
-	must(t, near.List(t.Context(), "data/heads-", func(i blob.Info) error { size += i.Size; return nil }))
-	far.rtt = 20 * time.Millisecond
-	far.rate(100e6)
-	if os.Getenv(wakesEnv) != "" {
-		compareWakes(t, far, size, b, a, r.Snapshot)
-	}
-	far.rate(1e6) // slow enough for what is to come, also on a busy machine
-	far.wake(t, b, size)
-	if !b.State.IsArriving(r.Snapshot) || b.State.IsThere(r.Snapshot) {
-		t.Error("all of its memory is there")
-	}
-	// Its process is killed meanwhile: it goes back to its sleep, for which all of that must be there.
-	killed, err := b.State.Get("box")
-	must(t, err)
-	must(t, unix.Kill(killed.PID, unix.SIGKILL))
-	eventually(t, "it has crashed", func() bool { return b.phase("box") == state.Crashed })
-	far.rate(0)
-	eventually(t, "it can go back", func() bool {
-		_, err := b.Sandbox("box").Wake(t.Context())
-		if !errors.Is(err, spec.ErrArriving) {
-			must(t, err)
-		}
-		return err == nil
-	})
-	b.still("box", sum, &count)
-	must(t, b.State.VerifySnapshot(t.Context(), r.Snapshot))
-	b.sleep("box")
-	a.still("box", sum, &count)
-	a.sleep("box")
-	// A sleep waits for all of it, while the guest runs on.
-	r, err = a.State.Get("box")
-	must(t, err)
-	far.rate(1e6)
-	far.wake(t, b, size)
-	slept := make(chan error, 1)
-	go func() {
-		_, err := b.Sandbox("box").Sleep(t.Context(), sandbox.SleepOptions{})
-		slept <- err
-	}()
-	if now := b.number("box", "/dev/shm/n"); now < count {
-		t.Errorf("it counts back from %d to %d", count, now)
-	}
-	select {
-	case err := <-slept:
-		t.Error("it sleeps before its memory is there:", err)
-	default:
-	}
-	if !b.State.IsArriving(r.Snapshot) {
-		t.Error("its memory is all there")
-	}
-	far.rate(0)
-	must(t, <-slept)
-	b.still("box", sum, &count)
-	b.sleep("box")
-	a.still("box", sum, &count)
-}
-
-// A guest whose memory is on its way stands still while its host has no lease, since it cannot sleep, and then goes on
-// with what it has done.
-func TestGuest_stands_still_while_the_store_is_away(t *testing.T) {
-	near := bootedBox(t)
-	far := &farStore{Store: near}
-	const ttl = 15 * time.Second
-	a, b := realHost(t, "a", near, cluster.Options{TTL: ttl}), realHost(t, "b", far, cluster.Options{TTL: ttl})
-	a.wake("box")
-	a.starts("box", "python3", "-I", "-S", "-c", hoarder)
-	a.says("box", "while ! test -e /dev/shm/n; do sleep 0.1; done")
-	sum, count := a.says("box", "cat /dev/shm/sum"), a.number("box", "/dev/shm/n")
-	a.sleep("box")
-	far.slow.Store(true)
-	_, err := b.Sandbox("box").Wake(t.Context())
-	must(t, err)
-	b.says("box", "echo since-its-wake > /dev/shm/work")
-	r, err := b.State.Get("box")
-	must(t, err)
-	far.cut.Store(true)
-	if !b.State.IsArriving(r.Snapshot) {
-		t.Fatal("all of its memory is there")
-	}
-	leases := lease.In(b.State.Dir())
-	eventually(t, "the lease has ended", func() bool { _, _, _, err := leases.Left("box"); return errors.Is(err, spec.ErrUnclaimed) })
-	eventually(t, "it is frozen", func() bool {
-		if b.phase("box") != state.Running {
-			t.Fatalf("it is %q", b.phase("box"))
-		}
-		info, err := b.Sandbox("box").Info(t.Context())
-		return err == nil && strings.HasPrefix(info.Problem, "frozen")
-	})
-	far.slow.Store(false)
-	far.cut.Store(false)
-	// It sleeps as soon as it can, as it was told to, and may do so under a command.
-	eventually(t, "it goes on", func() bool {
-		var out strings.Builder
-		_, err := b.Sandbox("box").Exec(t.Context(), guest.Cmd{Argv: []string{"cat", "/dev/shm/work"}, IO: guest.IO{Stdout: &out}})
-		return err == nil && out.String() == "since-its-wake\n"
-	})
-	eventually(t, "it sleeps where others can wake it", func() bool {
-		_, err := b.Sandbox("box").Sleep(t.Context(), sandbox.SleepOptions{})
-		return (err == nil || b.phase("box") == state.Asleep) && b.node.Publish(t.Context(), "box") == nil
-	})
-	a.still("box", sum, &count)
-	if got := a.says("box", "cat /dev/shm/work"); got != "since-its-wake" {
-		t.Errorf("what it did is %q", got)
-	}
-}
-
 // still checks that a hoarder has what it had, and counts on.
 func (h *host) still(name, sum string, count *int) {
 	h.t.Helper()
-	h.says(name, "rm -f /dev/shm/again; touch /dev/shm/ask; while ! test -e /dev/shm/again; do sleep 0.1; done")
-	if is := h.says(name, "cat /dev/shm/again"); is != sum {
+	must(h.t, h.Sandbox(name).Files().WriteFile(h.t.Context(), "/dev/shm/ask", strings.NewReader(""), guest.WriteOptions{}))
+	h.awaits(name, "/dev/shm/again")
+	is := h.read(name, "/dev/shm/again")
+	must(h.t, h.Sandbox(name).Files().Remove(h.t.Context(), "/dev/shm/again", false))
+	if is != sum {
 		h.t.Errorf("on %s it has %q, and had %q", h.name, is, sum)
 	}
 	now := h.number(name, "/dev/shm/n")
@@ -286,50 +195,19 @@ func (h *host) still(name, sum string, count *int) {
 // wakesEnv has the test compare wakes that wait for all memory with those that do not.
 const wakesEnv = "DROWSE_TEST_WAKES"
 
-// noJailEnv is control.NoJailEnv.
-const noJailEnv = "DROWSE_NO_JAIL"
+// bootID is a file in which each boot of a guest has something else.
+const bootID = "/proc/sys/kernel/random/boot_id"
 
-// wake wakes a sandbox, and says what that took.
-func (s *farStore) wake(t *testing.T, h *host, size int64) time.Duration {
-	t.Helper()
-	s.gets.Store(0)
-	s.bytes.Store(0)
-	s.mu.Lock()
-	s.files = map[string]int{}
-	s.mu.Unlock()
-	begun := time.Now()
-	rep, err := h.Sandbox("box").Wake(t.Context())
-	must(t, err)
-	took, bytes := time.Since(begun), s.bytes.Load()
-	t.Logf("awake after %v (ready %.0f ms), %d GETs, %d of %d bytes: %.1f %%", took, rep.Stages["resume_ready"], s.gets.Load(), bytes, size, 100*float64(bytes)/float64(size))
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	t.Log("bytes by file, the memory from the third on: ", s.files)
-	return took
-}
-
-func compareWakes(t *testing.T, far *farStore, size int64, h, back *host, id string) {
-	for i := range 6 {
-		kind := "lazy"
-		if i%2 == 1 {
-			kind = "whole"
-			t.Setenv(noJailEnv, "1") // such a VM waits for all of its memory
-		} else {
-			must(t, os.Unsetenv(noJailEnv))
-		}
-		t.Log(kind)
-		far.wake(t, h, size)
-		eventually(t, "its memory has arrived", func() bool { return h.State.IsThere(id) })
-		// As if it had never been here.
-		must(t, h.Sandbox("box").Kill(t.Context()))
-		_, err := h.State.Remove(t.Context(), "box", true)
-		must(t, err)
-		h.stop()
-		h.join()
-		eventually(t, "it can be had again", func() bool { return !h.State.IsThere(id) })
-	}
-	must(t, os.Unsetenv(noJailEnv))
-}
+// counter counts.
+const counter = `
+import os, time
+i = 0
+while True:
+    i += 1
+    with open("/dev/shm/new", "w") as f: f.write(str(i))
+    os.rename("/dev/shm/new", "/dev/shm/n")
+    time.sleep(0.2)
+`
 
 // hoarder has memory that does not compress, counts, and says what it has when it is asked.
 const hoarder = `
@@ -457,7 +335,8 @@ func TestGuest_moves_while_it_works(t *testing.T) {
 	a.wake("box")
 	a.starts("box", "python3", "-I", "-S", "-c", worker)
 	a.says("box", `python3 -I -S -c "import hashlib; open('/root/large', 'wb').write(hashlib.shake_128(b'x').digest(8 << 20))"
-		sha256sum /root/large > /root/sum; while ! test -e /dev/shm/n; do sleep 0.1; done`)
+		sha256sum /root/large > /root/sum`)
+	a.awaits("box", "/dev/shm/n")
 	_, err := a.State.SetMetadata(t.Context(), "box", func(m *spec.Metadata, _ error) error { m.Gateway = spec.Gateway{AllPublic: true}; return nil })
 	must(t, err)
 	a.startsAs("server", "box", "python3", "-I", "-S", "-c", answers)
@@ -466,7 +345,7 @@ func TestGuest_moves_while_it_works(t *testing.T) {
 	var client asker
 	asked := make(chan error, 1)
 	go func() { asked <- client.ask(ctx, a, "7000-box") }()
-	boot, sum := a.says("box", "cat /proc/sys/kernel/random/boot_id"), a.says("box", "cat /dev/shm/sum")
+	boot, sum := a.read("box", bootID), a.read("box", "/dev/shm/sum")
 	count := 0
 	moves := 4
 	if text := os.Getenv(movesEnv); text != "" {
@@ -491,10 +370,10 @@ func TestGuest_moves_while_it_works(t *testing.T) {
 			t.Error("it runs on both hosts")
 		}
 		if look {
-			gap := to.says("box", "cat /dev/shm/gap")
+			gap := to.read("box", "/dev/shm/gap")
 			t.Logf("downtime %.0f ms, by its own clock %s ms; stages %v; %d bytes ahead, %d in the pause", res.Downtime, gap, res.Stages, res.BytesAhead, res.BytesPause)
 			to.still("box", sum, &count)
-			if is := to.says("box", "cat /proc/sys/kernel/random/boot_id; sha256sum -c /root/sum"); is != boot+"\n/root/large: OK" {
+			if is := to.says("box", "cat "+bootID+"; sha256sum -c /root/sum"); is != boot+"\n/root/large: OK" {
 				t.Errorf("on %s it says %q", to.name, is)
 			}
 			// Each number that its process has written is on the disk.
@@ -507,7 +386,7 @@ func TestGuest_moves_while_it_works(t *testing.T) {
 	cancel()
 	must(t, <-asked)
 	// What is there twice was written, and its answer was cut off.
-	is := strings.Fields(from.says("box", "cat /root/answered"))
+	is := strings.Fields(from.read("box", "/root/answered"))
 	next := 1
 	for _, n := range is {
 		if n == strconv.Itoa(next) {

@@ -300,12 +300,8 @@ func (n *Node) pass(ctx context.Context, o spec.MigrateOptions, v moving, res *s
 	}
 	res.Snapshot, res.Stages["pause"] = slept.Snapshot, control.Milliseconds(time.Since(begun))
 	at := time.Now()
-	err = n.publishAs(ctx, name, v.ahead.ID(), func(ctx context.Context, r *state.Record, i archive.Info, doc []byte) (_ archive.Info, err error) {
-		if err := v.still(n, r); err != nil {
-			return i, err
-		}
-		i, res.BytesPause, err = v.ahead.PushHead(ctx, n.state, i, r.Snapshot, doc)
-		return i, err
+	res.BytesPause, err = n.publishAs(ctx, name, func(r *state.Record) (upload, error) {
+		return upload{Ahead: v.ahead}, v.still(n, r)
 	})
 	if errors.Is(err, sandbox.ErrRunning) {
 		err = fmt.Errorf("%w: %w", errChanged, err)

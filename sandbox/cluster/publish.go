@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -105,30 +106,42 @@ func (n *Node) Publish(ctx context.Context, name string) error {
 		return err
 	}
 	defer unlock()
-	return n.publishAs(ctx, name, spec.NewID(), func(ctx context.Context, r *state.Record, i archive.Info, doc []byte) (archive.Info, error) {
+	_, err = n.publishAs(ctx, name, func(r *state.Record) (upload, error) {
 		m, err := n.state.Metadata(name)
 		if err != nil {
-			return i, err
+			return upload{}, err
 		}
-		return n.archive.SealFor(m.Owner).PushHead(ctx, n.state, i, r.Snapshot, doc)
+		ahead, err := n.archive.SealFor(m.Owner).Ahead(spec.NewID())
+		if err != nil || n.arrivals.get(r.Snapshot) != nil { // its files have no marks yet
+			return upload{Ahead: ahead}, err
+		}
+		heads, err := ahead.Keep(n.state, r.Snapshot, n.keptFiles(name, ahead.Seal()))
+		return upload{ahead, heads}, err
 	})
+	return err
 }
 
-// pusher puts a head, whose information is i.
-type pusher func(ctx context.Context, r *state.Record, i archive.Info, doc []byte) (archive.Info, error)
+// upload is a head that is put.
+type upload struct {
+	*archive.Ahead
+	// keeps are earlier heads that it needs.
+	keeps []string
+}
 
-// publishAs is Publish as a head that has an id which nothing else has. The caller has its lock in n.publishing.
-func (n *Node) publishAs(ctx context.Context, name, head string, push pusher) error {
-	if err := n.publish(ctx, name, head, push); err != nil {
-		return fmt.Errorf("publishing %s: %w", name, err)
+// publishAs is Publish of what begin returns. The caller has its lock in n.publishing. It returns how many bytes the
+// store has got meanwhile.
+func (n *Node) publishAs(ctx context.Context, name string, begin func(*state.Record) (upload, error)) (stored int64, err error) {
+	stored, err = n.publish(ctx, name, begin)
+	if err != nil {
+		err = fmt.Errorf("publishing %s: %w", name, err)
 	}
-	return nil
+	return stored, err
 }
 
-func (n *Node) publish(ctx context.Context, name, head string, push pusher) error {
+func (n *Node) publish(ctx context.Context, name string, begin func(*state.Record) (upload, error)) (stored int64, err error) {
 	unlock, err := n.names.lock(ctx, name)
 	if err != nil {
-		return err
+		return stored, err
 	}
 	unlock = sync.OnceFunc(unlock)
 	defer func() { unlock() }()
@@ -137,50 +150,55 @@ func (n *Node) publish(ctx context.Context, name, head string, push pusher) erro
 		err = n.unfit(r)
 	}
 	if err != nil {
-		return err
+		return stored, err
 	}
 	if r.Phase != state.Asleep {
-		return fmt.Errorf("%w: it is %s, and only what sleeps is published", sandbox.ErrRunning, r.Phase)
+		return stored, fmt.Errorf("%w: it is %s, and only what sleeps is published", sandbox.ErrRunning, r.Phase)
 	}
 	doc, sum, err := n.doc(r)
 	if err != nil {
-		return err
+		return stored, err
 	}
 	if c, err := n.dir.Claim(name); err != nil || c != nil && !c.Held && !c.Claiming && isHead(c, r, sum) {
-		return err
+		return stored, err
 	}
 	claim, err := n.hold(ctx, name, holdOptions{here: true})
 	if errors.Is(err, errNotNeeded) {
 		err = fmt.Errorf("%w: it has gone on on another host, and what this one has is not published: its next use here sets that aside", spec.ErrElsewhere)
 	}
 	if err != nil {
-		return err
+		return stored, err
 	}
 	c, err := n.dir.Claim(name)
 	if err != nil {
-		return err
+		return stored, err
 	}
 	if isHead(c, r, sum) {
-		return n.giveUp(ctx, name, claim)
+		return stored, n.giveUp(ctx, name, claim)
 	}
-	if err := claim.Intend(ctx, head, ledger.Needs{Fresh: []string{head}}); err != nil {
-		return err
+	up, err := begin(r)
+	if err == nil {
+		err = intend(ctx, claim, &up)
 	}
+	if err != nil {
+		return stored, err
+	}
+	head := up.ID()
 	unlock() // it may be woken meanwhile
 	begun := time.Now()
-	info, err := n.push(ctx, r, head, doc, push)
+	stored, kept, err := n.push(ctx, r, up, doc)
 	if err != nil {
 		// The snapshot may be gone, since the sandbox has slept again.
 		n.discard(name, head)
-		return err
+		return stored, err
 	}
 	relock, err := n.names.lock(ctx, name)
 	if err != nil {
-		return err
+		return stored, err
 	}
 	unlock = relock
 	if n.claimed(name) != claim {
-		return fmt.Errorf("%w: %s: it was lost meanwhile", spec.ErrUnclaimed, name)
+		return stored, fmt.Errorf("%w: %s: it was lost meanwhile", spec.ErrUnclaimed, name)
 	}
 	commit := func(release bool) error {
 		now, err := n.dir.Claim(name)
@@ -196,8 +214,12 @@ func (n *Node) publish(ctx context.Context, name, head string, push pusher) erro
 		if err := n.dir.SetClaim(name, now); err != nil {
 			return err
 		}
-		if err := claim.Commit(ctx, head, release); err != nil || !release {
+		if err := claim.Commit(ctx, head, release); err != nil {
 			return err
+		}
+		n.keepFiles(name, up.Seal(), kept)
+		if !release {
+			return nil
 		}
 		n.setClaimed(name, nil)
 		now.Claiming = false
@@ -214,15 +236,15 @@ func (n *Node) publish(ctx context.Context, name, head string, push pusher) erro
 	})
 	if errors.Is(err, sandbox.ErrRunning) {
 		if err := commit(false); err != nil {
-			return err
+			return stored, err
 		}
 		err = fmt.Errorf("%w: %s was woken or changed meanwhile, and is published as it was before", sandbox.ErrRunning, name)
 	}
 	if err == nil {
-		n.log.Info("published", "sandbox", name, "snapshot", r.Snapshot, "bytes", info.Stored, "ms", time.Since(begun).Milliseconds())
+		n.log.Info("published", "sandbox", name, "snapshot", r.Snapshot, "bytes", stored, "kept_heads", len(up.keeps), "ms", time.Since(begun).Milliseconds())
 	}
 	n.collectSoon(name)
-	return err
+	return stored, err
 }
 
 // isHead reports whether a sandbox that sleeps is as it was last published or pulled.
@@ -230,16 +252,29 @@ func isHead(c *lease.Claim, r *state.Record, sum string) bool {
 	return c.Head != "" && c.Snapshot == r.Snapshot && c.Sum == sum
 }
 
-func (n *Node) push(ctx context.Context, r *state.Record, head string, doc []byte, push pusher) (archive.Info, error) {
+// intend registers a head. What it was to keep may be gone already: then that is put again.
+func intend(ctx context.Context, claim *ledger.Claim, up *upload) error {
+	err := claim.Intend(ctx, up.ID(), ledger.Needs{Fresh: []string{up.ID()}, Reused: up.keeps})
+	var gone *ledger.CondemnedError
+	if !errors.As(err, &gone) {
+		return err
+	}
+	up.Forget(gone.Uploads)
+	up.keeps = slices.DeleteFunc(up.keeps, func(id string) bool { return slices.Contains(gone.Uploads, id) })
+	return claim.Intend(ctx, up.ID(), ledger.Needs{Fresh: []string{up.ID()}, Reused: up.keeps})
+}
+
+func (n *Node) push(ctx context.Context, r *state.Record, up upload, doc []byte) (stored int64, kept []archive.Kept, err error) {
 	if err := n.awaitWhole(ctx, r.Snapshot); err != nil {
-		return archive.Info{}, err
+		return 0, nil, err
 	}
 	m, err := n.state.Manifest(r.Snapshot)
 	if err != nil {
-		return archive.Info{}, err
+		return 0, nil, err
 	}
-	i := archive.Info{ID: head, Name: r.Spec.Name, Image: m.Image, Created: time.Unix(0, m.CreatedUnixNano).UTC()}
-	return push(ctx, r, i, doc)
+	i := archive.Info{Name: r.Spec.Name, Image: m.Image, Created: time.Unix(0, m.CreatedUnixNano).UTC()}
+	_, stored, kept, err = up.PushHead(ctx, n.state, i, r.Snapshot, doc)
+	return stored, kept, err
 }
 
 // discard gives up an attempt to publish.

@@ -50,7 +50,7 @@ func TestWake_of_a_guest_on_an_empty_host_from_a_bucket_behind_a_network(t *test
 	a, b := realHost(t, "a", near, cluster.Options{TTL: ttl}), realHost(t, "b", far, cluster.Options{TTL: ttl})
 	a.wake("box")
 	a.starts("box", "python3", "-I", "-S", "-c", hoarder)
-	a.says("box", "while ! test -e /dev/shm/n; do sleep 0.1; done")
+	a.awaits("box", "/dev/shm/n")
 	sum, count := a.says("box", "cat /dev/shm/sum"), a.number("box", "/dev/shm/n")
 	a.sleep("box")
 	net.RTT.Store(int64(20 * time.Millisecond))

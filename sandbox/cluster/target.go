@@ -337,8 +337,11 @@ func (s nearStore) SealFor(owner string) blob.Store {
 	return nearStore{blob.SealFor(s.Store, owner), s.near}
 }
 
+// Seal implements blob.Sealer.
+func (s nearStore) Seal() blob.Seal { return blob.SealOf(s.Store) }
+
 // LoadOf implements blob.Sealer. Manifests are never near.
-func (s nearStore) LoadOf(ctx context.Context, key string, limit int64) ([]byte, blob.Version, string, error) {
+func (s nearStore) LoadOf(ctx context.Context, key string, limit int64) ([]byte, blob.Version, blob.Seal, error) {
 	return blob.LoadOf(ctx, s.Store, key, limit)
 }
 

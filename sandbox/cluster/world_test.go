@@ -20,6 +20,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/test/guesttest"
 	"github.com/drowse-vm/drowse/netpolicy"
 	"github.com/drowse-vm/drowse/sandbox"
+	"github.com/drowse-vm/drowse/sandbox/archive/ledger"
 	"github.com/drowse-vm/drowse/sandbox/blob"
 	"github.com/drowse-vm/drowse/sandbox/blob/sealed"
 	"github.com/drowse-vm/drowse/sandbox/cluster"
@@ -91,7 +92,7 @@ var commands = map[string]fakeguest.Command{
 func newHost(t testing.TB, name string, store blob.Store, o cluster.Options) *host {
 	t.Helper()
 	h := &host{t: t, name: name, store: store, o: o}
-	h.vms = &sandboxtest.VMs{Commands: commands, Fail: func(op, _ string) error {
+	h.vms = &sandboxtest.VMs{Commands: commands, Pages: 16, Deltas: true, Fail: func(op, _ string) error {
 		if op == "capture" && h.noSleep.Load() {
 			return errors.New("it cannot sleep")
 		}
@@ -239,6 +240,23 @@ func objects(t testing.TB, s blob.Store, prefix string) (n int) {
 	t.Helper()
 	must(t, s.List(t.Context(), prefix, func(blob.Info) error { n++; return nil }))
 	return n
+}
+
+// onlyNeeded reports whether a store has the heads that a sandbox needs, and nothing of others.
+func onlyNeeded(t testing.TB, s blob.Store, name string) bool {
+	t.Helper()
+	l, err := ledger.Open(s, ledger.Options{})
+	must(t, err)
+	f, err := l.Family(t.Context(), name)
+	if errors.Is(err, ledger.ErrNotFound) || err == nil && f.Head == "" {
+		return false
+	}
+	must(t, err)
+	needed, data := f.Snapshots[f.Head].Uploads, 0
+	for _, id := range needed {
+		data += objects(t, s, "data/heads-"+id+"-")
+	}
+	return len(needed) > 0 && objects(t, s, "heads/") == len(needed) && objects(t, s, "data/heads-") == data
 }
 
 // loseImages takes a host's images away.

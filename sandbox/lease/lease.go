@@ -33,6 +33,7 @@ const (
 //	node.json         the name and the session of the host, which outlive its processes
 //	lease.json        until when the session lasts
 //	claims/NAME.json  a shared sandbox
+//	kept/NAME.json    its files that the store has: only a node uses it, and can do without
 //	ahead/ID          a snapshot that was taken for a move to another host, and is removed after it
 //	near/             objects of the store for sandboxes that move here
 //	lock              held by the node, by flock(2)
@@ -76,7 +77,7 @@ func (d Dir) claimPath(name string) string { return d.path("claims", name+".json
 
 // Make makes the directory.
 func (d Dir) Make() error {
-	err := os.MkdirAll(d.path("claims"), 0o700)
+	err := errors.Join(os.MkdirAll(d.path("claims"), 0o700), os.MkdirAll(d.path("kept"), 0o700))
 	if err == nil {
 		err = errors.Join(osfile.SyncDir(string(d)), osfile.SyncDir(filepath.Dir(string(d))))
 	}
@@ -149,6 +150,7 @@ func (d Dir) Claim(name string) (*Claim, error) {
 // only while the VM's lock is held, or there is no VM of that name.
 func (d Dir) SetClaim(name string, c *Claim) error {
 	if c == nil {
+		_ = os.Remove(d.KeptPath(name))
 		err := os.Remove(d.claimPath(name))
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil
@@ -172,6 +174,9 @@ func (d Dir) Names() (names []string, err error) {
 	}
 	return names, err
 }
+
+// KeptPath is the file that says which of a sandbox's files the store has.
+func (d Dir) KeptPath(name string) string { return d.path("kept", name+".json") }
 
 // Near is the directory of copies of objects.
 func (d Dir) Near() string { return d.path("near") }

@@ -32,6 +32,7 @@ import (
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/snapshot/pager"
 	"github.com/drowse-vm/drowse/vmm"
+	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
 
 // machines make the VM of one process: process.Machines.
@@ -84,6 +85,7 @@ type vm struct {
 	ready    time.Duration
 	restored bool
 	closers  []io.Closer
+	base     string       // directory of the last snapshot; "" if there is none
 	goOn     func()       // resumes a captured guest, if not nil
 	room     atomic.Int64 // what the disk may take of the host: see SetDiskRoom
 	close    func() error
@@ -242,6 +244,7 @@ func (v *vm) readSnapshot(dir string, memory *fstest.MapFS) error {
 	if err := v.parts.CheckVolumes(s.Manifest()); err != nil {
 		return fmt.Errorf("restoring %s: %w", dir, err)
 	}
+	v.base = dir
 	for _, p := range s.Payloads() {
 		if p.Kind == memoryKind && p.Version == memoryVersion {
 			return json.Unmarshal(p.Data, memory)
@@ -500,16 +503,27 @@ func (v *vm) Capture(ctx context.Context, o instance.CaptureOptions) (c *instanc
 	if err != nil {
 		return nil, err
 	}
-	info, err := snapshot.Create(ctx, o.Dir, snapshot.Spec{
+	want := snapshot.Spec{
 		ID: o.ID, Sandbox: v.parts.Spec.Name, VCPUs: v.parts.Spec.VCPUs, Image: o.Image, Kernel: o.Kernel, Labels: o.Labels,
 		Disks:    []snapshot.Disk{{Name: instance.DeviceDisk, Size: uint64(v.disk.Size()), Layers: o.Names(c.Disk)}},
 		Host:     map[string]string{instance.FactsKey: string(facts)},
 		Payloads: []snapshot.Payload{{Name: "memory", Kind: memoryKind, Version: memoryVersion, Data: memory}},
 		Memory:   noise(v.vms.Pages),
-	})
+	}
+	if v.vms.Deltas && v.base != "" {
+		if want.Base, err = snapshot.Open(v.base); err != nil && !errors.Is(err, snapshot.ErrNotFound) {
+			return nil, err
+		}
+		if want.Base != nil {
+			defer want.Base.Close()
+			want.Changed = guestmem.NewPageSet(uint64(max(v.vms.Pages, 1)))
+		}
+	}
+	info, err := snapshot.Create(ctx, o.Dir, want)
 	if err != nil {
 		return nil, err
 	}
+	v.base = o.Dir
 	c.Save, c.Manifest, c.Stored = time.Since(begin), info.Manifest, info.SizeBytes
 	v.goOn = resume
 	return c, nil

@@ -47,6 +47,8 @@ type VMs struct {
 	// Pages are pages of noise in the memory of each snapshot. A VM that comes back from one has missed all of them in the
 	// cache of decompressed pages. By default there are none.
 	Pages int
+	// Deltas has a snapshot build upon the one before, as that of a real guest does, whose Pages it has.
+	Deltas bool
 
 	// Dial, if not nil, connects to what listens in the guest of a VM, for sandbox.Sandbox.Dial. By default nothing
 	// listens. A connection ends with the VM.

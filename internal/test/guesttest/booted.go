@@ -23,7 +23,7 @@ type Booted struct {
 }
 
 // kept are the parts of a store that a sleeping VM needs, except for what all stores of the tests share.
-var kept = []string{"vms", "snapshots", "layers"}
+var kept = []string{"vms", "snapshots", "layers", "templates"}
 
 var (
 	bootedDirs []string
@@ -61,12 +61,19 @@ func (b *Booted) boot(t testing.TB) {
 	b.dir = dir
 }
 
+func isThere(path string) bool {
+	_, err := os.Lstat(path)
+	return err == nil
+}
+
 // copyStore copies files with their holes: a layer of a disk has the size of the disk.
 func copyStore(t testing.TB, from, to string) {
 	t.Helper()
 	args := []string{"--archive", "--sparse=always"}
 	for _, sub := range kept {
-		args = append(args, filepath.Join(from, sub))
+		if dir := filepath.Join(from, sub); isThere(dir) {
+			args = append(args, dir)
+		}
 	}
 	if out, err := exec.CommandContext(t.Context(), "cp", append(args, to)...).CombinedOutput(); err != nil {
 		t.Fatalf("copying a store: %v: %s", err, out)

@@ -1,6 +1,7 @@
 package guesttest
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -66,8 +67,11 @@ func MainOf(run func() (code int)) {
 // vmmArg makes a test binary the process of a VM. It is followed by the PID of the test's process.
 const vmmArg = "vmm"
 
-// VMCommand returns the pool.Launcher.Command with which a test's binary, self, is the process of a VM.
-func VMCommand(self string) []string { return []string{self, vmmArg, os.Getenv(processEnv)} }
+// VMCommand returns the pool.Launcher.Command with which a test's binary, self, is the process of a VM. It begins with
+// what all tests have in common: templates are for one program.
+func VMCommand(self string) []string {
+	return []string{"/usr/bin/env", self, vmmArg, os.Getenv(processEnv)}
+}
 
 // Process holds the options of the processes of VMs. Set it before Main is called.
 var Process process.ProcessOptions
@@ -204,18 +208,39 @@ func (e *Env) Kernels() []string {
 	return []string{"built", "debian"}
 }
 
-// Run boots a VM.
+// Boot boots a VM. Only tests that need a boot of their own do so.
+func (e *Env) Boot(spec sandbox.Spec) control.Report {
+	e.T.Helper()
+	return e.create(spec, sandbox.CreateOptions{Boot: true})
+}
+
+// Run starts a VM, from a template that this machine's tests share.
 func (e *Env) Run(spec sandbox.Spec) control.Report {
 	e.T.Helper()
-	if spec.Image == "" {
-		spec.Image = ImageTag
-	}
+	e.Template(spec)
+	return e.create(spec, sandbox.CreateOptions{})
+}
+
+// filled returns a Spec with what tests have in place of the program's defaults.
+func filled(spec sandbox.Spec) sandbox.Spec {
+	spec.Image = cmp.Or(spec.Image, ImageTag)
+	spec.MemoryMiB, spec.DiskMiB = cmp.Or(spec.MemoryMiB, 256), cmp.Or(spec.DiskMiB, 256)
+	return spec
+}
+
+func (e *Env) create(spec sandbox.Spec, o sandbox.CreateOptions) (rep control.Report) {
+	e.T.Helper()
+	spec = filled(spec)
 	begin := time.Now()
-	var rep control.Report
-	if _, err := e.Store.With(e.Launcher).Create(e.T.Context(), spec, sandbox.CreateOptions{Boot: true, Report: &rep}); err != nil {
+	o.Report = &rep
+	if _, err := e.Store.With(e.Launcher).Create(e.T.Context(), spec, o); err != nil {
 		e.T.Fatal(err)
 	}
-	e.T.Logf("booted %s in %v", rep.Name, time.Since(begin).Round(time.Millisecond))
+	how := "booted"
+	if r, err := e.Store.State.Get(rep.Name); err == nil && r.Template != "" {
+		how = "made from a template"
+	}
+	e.T.Logf("%s %s in %v", how, rep.Name, time.Since(begin).Round(time.Millisecond))
 	return rep
 }
 

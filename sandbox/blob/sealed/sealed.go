@@ -23,6 +23,7 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/binary"
+	"encoding/hex"
 	"fmt"
 	"io"
 
@@ -61,6 +62,11 @@ func (s *Store) SealFor(owner string) blob.Store {
 	}
 	return New(s.Store, s.keys)
 }
+
+// Seal implements blob.Sealer.
+func (s *Store) Seal() blob.Seal { return s.key.seal() }
+
+func (k *key) seal() blob.Seal { return blob.Seal{Key: hex.EncodeToString(k.id[:]), Owner: k.owner} }
 
 // aead returns what seals the pieces of an object.
 func (k *key) aead(object string) (cipher.AEAD, error) {
@@ -221,19 +227,19 @@ func (s *Store) Load(ctx context.Context, object string, limit int64) ([]byte, b
 }
 
 // LoadOf implements blob.Sealer.
-func (s *Store) LoadOf(ctx context.Context, object string, limit int64) (body []byte, v blob.Version, owner string, err error) {
+func (s *Store) LoadOf(ctx context.Context, object string, limit int64) (body []byte, v blob.Version, by blob.Seal, err error) {
 	b, v, err := s.Store.Load(ctx, object, pieces(min(limit, MaxObject))*sealedSize)
 	if err != nil {
-		return nil, "", "", err
+		return nil, "", by, err
 	}
 	plain, k, err := s.open(make([]byte, 0, len(b)), object, b, 0, true)
 	if err == nil && int64(len(plain)) > limit {
 		err = fmt.Errorf("%w: %.100s has %d bytes, and %d are allowed", blob.ErrKey, object, len(plain), limit)
 	}
 	if err != nil {
-		return nil, "", "", err
+		return nil, "", by, err
 	}
-	return plain, v, k.owner, nil
+	return plain, v, k.seal(), nil
 }
 
 // Swap implements blob.Store.

@@ -262,8 +262,8 @@ func TestLoadOf_says_for_whom_an_object_was_sealed(t *testing.T) {
 	s := sealed.New(dir(t), keys(t, keyA, keyB+" alice"))
 	for owner, of := range map[string]string{"alice": "alice", "bob": "", "": ""} {
 		must(t, blob.SealFor(s, owner).Put(ctx, "o"+owner, []byte("x")))
-		if _, _, is, err := blob.LoadOf(ctx, s, "o"+owner, 1); err != nil || is != of {
-			t.Errorf("that of %q is of %q, %v", owner, is, err)
+		if _, _, is, err := blob.LoadOf(ctx, s, "o"+owner, 1); err != nil || is.Owner != of || is != blob.SealOf(blob.SealFor(s, owner)) || is.Key == "" {
+			t.Errorf("that of %q is of %+v, %v", owner, is, err)
 		}
 		if _, _, err := blob.Hosts(s).Load(ctx, "o"+owner, 1); errors.Is(err, blob.ErrCorrupt) != (of != "") {
 			t.Errorf("hosts take that of %q: %v", owner, err)
