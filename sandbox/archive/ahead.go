@@ -26,6 +26,8 @@ type Ahead struct {
 	data  string
 	next  int // number of the next file; 0 is the document's
 	files []Kept
+	// inlined is how many bytes its manifest has of files and indexes.
+	inlined int
 }
 
 // Kept is a file of a head that is in the store, and may be a file of the sandbox's next heads as well.
@@ -33,9 +35,8 @@ type Kept struct {
 	entryFile
 	// Mark is the file's on this host: see state.FileMarks.
 	Mark string `json:"mark"`
-	// Stored is how many bytes it has in the store, and Of how many all have that its head has put.
+	// Stored is how many bytes it has in the store.
 	Stored int64 `json:"stored"`
-	Of     int64 `json:"of"`
 }
 
 // Object is an object of an Ahead.
@@ -74,7 +75,8 @@ func (h *Ahead) Keep(s *state.Store, snap string, kept []Kept) (heads []string, 
 		}
 	}
 	for _, k := range kept {
-		if has[k.Mark] && used[k.In] >= k.Of/2 {
+		if has[k.Mark] && used[k.In] >= k.Of/2 && h.inlined+len(k.Inline) <= maxInlined {
+			h.inlined += len(k.Inline)
 			h.files = append(h.files, k)
 			heads = append(heads, headOf(k.In))
 		}
@@ -122,28 +124,60 @@ func (h *Ahead) send(ctx context.Context, s *state.Store, snap string) (files []
 		}
 		n := h.next
 		h.next++ // also if it fails: no key is used twice
-		ref, size, err := put(ctx, h.a.storeOf(Heads), fmt.Sprintf("%s/%d", h.data, n), r, f.Size)
+		is, err := h.put(ctx, f, n, r)
 		if err != nil {
 			return err
 		}
-		is := Kept{entryFile: entryFile{SentFile: f, Index: ref.Index, At: n}, Mark: mark, Stored: size}
-		h.files, files, stored = append(h.files, is), append(files, is), stored+size
+		if is.Mark = mark; !is.isPlain() {
+			h.files = append(h.files, is)
+		}
+		files, stored = append(files, is), stored+is.Stored
 		return nil
 	})
 	return files, stored, err
 }
 
+// put puts a file, unless it goes into the manifest. Memory does not: it is read in parts.
+func (h *Ahead) put(ctx context.Context, f snapshot.SentFile, n int, r io.Reader) (Kept, error) {
+	k := Kept{entryFile: entryFile{SentFile: f, At: n}}
+	if f.Size > 0 && f.Size <= maxPlain && h.inlined+int(f.Size) <= maxInlined && (f.Extra || f.Name == snapshot.ManifestName || n == 0) {
+		b, err := io.ReadAll(io.LimitReader(r, f.Size+1))
+		if err == nil && int64(len(b)) != f.Size {
+			err = fmt.Errorf("%.80q has not its %d bytes: it has changed: %w", f.Name, f.Size, ErrCorrupt)
+		}
+		h.inlined += len(b)
+		k.Plain = b
+		return k, err
+	}
+	key := fmt.Sprintf("%s/%d", h.data, n)
+	x, err := putPacks(ctx, h.a.storeOf(Heads), key, r, f.Size)
+	if err != nil {
+		return k, err
+	}
+	if doc := x.encode(); len(doc) <= maxInline && h.inlined+len(doc) <= maxInlined {
+		h.inlined += len(doc)
+		k.Inline, k.Stored = doc, x.stored()
+		return k, nil
+	}
+	k.Index, k.Stored, err = putIndex(ctx, h.a.storeOf(Heads), key, x)
+	return k, err
+}
+
 // Objects returns what the store has of it.
 func (h *Ahead) Objects(ctx context.Context) (out []Object, err error) {
 	for _, f := range h.files {
-		ref := fileRef{Key: fmt.Sprintf("%s/%d", cmp.Or(f.In, h.data), f.At), Size: f.Size, Index: f.Index}
-		x, err := open(ctx, h.a.store, ref)
+		key := fmt.Sprintf("%s/%d", cmp.Or(f.In, h.data), f.At)
+		var x *index
+		if len(f.Inline) > 0 {
+			x, err = decodeIndex(f.Inline, f.Size)
+		} else if x, err = open(ctx, h.a.store, fileRef{Key: key, Size: f.Size, Index: f.Index}); err == nil {
+			out = append(out, Object{key + "/index", int64(len(x.encode()))})
+		}
 		if err != nil {
 			return nil, err
 		}
-		out = append(out, Object{ref.Key + "/index", int64(len(x.encode()))})
 		for i, n := range x.packs {
-			out = append(out, Object{fmt.Sprintf("%s/%d", ref.Key, i), int64(n)})
+			out = append(out, Object{fmt.Sprintf("%s/%d", key, i), int64(n)})
 		}
 	}
 	return out, nil
@@ -167,14 +201,14 @@ func (h *Ahead) PushHead(ctx context.Context, s *state.Store, i Info, snap strin
 		return fail(err)
 	}
 	i.ID = h.id
-	m := manifest{Version: aheadVersion, Info: i, Data: h.data}
+	m := manifest{Version: keptVersion, Info: i, Data: h.data}
 	m.Put, m.Size, m.Stored = h.begin.UTC().Truncate(time.Second), int64(len(doc)), 0
-	ref, size, err := put(ctx, h.a.storeOf(Heads), m.file(0), bytes.NewReader(doc), m.Size)
+	first, err := h.put(ctx, snapshot.SentFile{Name: docFile, Size: m.Size}, 0, bytes.NewReader(doc))
 	if err == nil {
-		m.Files = append(m.Files, entryFile{SentFile: snapshot.SentFile{Name: docFile, Size: m.Size}, Index: ref.Index})
+		m.Files = append(m.Files, first.entryFile)
 		kept, stored, err = h.send(ctx, s, snap)
 	}
-	stored, m.Stored = stored+size, size
+	stored, m.Stored = stored+first.Stored, first.Stored
 	for _, f := range kept {
 		if err == nil && f.Size > maxEntry-m.Size {
 			err = errTooMuch
@@ -182,8 +216,6 @@ func (h *Ahead) PushHead(ctx context.Context, s *state.Store, i Info, snap strin
 		m.Files = append(m.Files, f.entryFile)
 		if m.Size += f.Size; f.In == "" {
 			m.Stored += f.Stored
-		} else {
-			m.Version = keptVersion
 		}
 	}
 	if out, err = h.a.finish(ctx, h.a.storeOf(Heads), key, &m, h.begin, err); err != nil {
@@ -194,7 +226,7 @@ func (h *Ahead) PushHead(ctx context.Context, s *state.Store, i Info, snap strin
 			kept[i].In, kept[i].Of = h.data, m.Stored
 		}
 	}
-	return out, stored, slices.DeleteFunc(kept, func(k Kept) bool { return k.Mark == "" }), nil
+	return out, stored, slices.DeleteFunc(kept, func(k Kept) bool { return k.Mark == "" || k.isPlain() }), nil
 }
 
 // PullImage gets an image if the store lacks it.

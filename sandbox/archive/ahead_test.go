@@ -1,10 +1,10 @@
 package archive_test
 
 import (
-	"context"
 	"errors"
+	"io"
 	"slices"
-	"sync"
+	"strings"
 	"testing"
 
 	"github.com/drowse-vm/drowse/sandbox"
@@ -194,47 +194,23 @@ func TestKeep_puts_again_what_is_the_lesser_part_of_a_head_or_is_gone(t *testing
 	readsChanged(t, to.State.SnapshotDir(second))
 }
 
-// owned notes for which owners objects are put.
-type owned struct {
-	blob.Store
-	owner string
-	of    *sync.Map
-}
-
-// SealFor implements blob.Sealer.
-func (o owned) SealFor(owner string) blob.Store { return owned{o.Store, owner, o.of} }
-
-// Seal implements blob.Sealer.
-func (o owned) Seal() blob.Seal { return blob.Seal{Owner: o.owner} }
-
-// Put implements blob.Store.
-func (o owned) Put(ctx context.Context, key string, body []byte) error {
-	o.of.Store(key, o.owner)
-	return o.Store.Put(ctx, key, body)
-}
-
-// LoadOf implements blob.Sealer.
-func (o owned) LoadOf(ctx context.Context, key string, limit int64) ([]byte, blob.Version, blob.Seal, error) {
-	body, v, err := o.Load(ctx, key, limit)
-	owner, _ := o.of.Load(key)
-	name, _ := owner.(string)
-	return body, v, blob.Seal{Owner: name}, err
-}
-
-// A host with the key of one owner cannot have a head name what another owner's head has.
-func TestAttack_head_names_the_files_of_another_owner(t *testing.T) {
-	from := newHost(t)
-	_, first, _ := twoSleeps(t, from)
-	root, err := blob.OpenDir(t.TempDir())
+// A head of an earlier version has its document and all indexes in objects of their own.
+func TestHead_of_the_first_version_arrives(t *testing.T) {
+	from, to := newHost(t), newHost(t)
+	like, _, second := twoSleeps(t, from)
+	a, _ := newArchive(t)
+	// It puts the image.
+	pushHead(t, a, from.State, archive.Info{ID: spec.NewID(), Name: "traveller", Image: like.Image}, second)
+	i := archive.Info{ID: spec.NewID(), Name: "traveller", Image: like.Image}
+	_, err := a.Put(t.Context(), archive.Heads, i, func(put func(snapshot.SentFile, io.Reader) error) error {
+		if err := put(snapshot.SentFile{Name: "sandbox.json", Size: 2}, strings.NewReader("{}")); err != nil {
+			return err
+		}
+		return from.State.SendSnapshot(t.Context(), second, put)
+	})
 	must(t, err)
-	a := archive.Open(owned{root, "", &sync.Map{}})
-	_, _, _, kept := next(t, a.SealFor("alice"), from.State, first, nil)
-	id, _, _, _ := next(t, a.SealFor("bob"), from.State, first, kept)
-	h, err := a.Head(t.Context(), id)
-	must(t, err)
-	if _, err := h.PullLater(t.Context(), newHost(t).State, archive.NewLine()); !errors.Is(err, archive.ErrCorrupt) {
-		t.Errorf("it is read: %v", err)
-	}
+	must(t, arriveFully(t.Context(), a, to.State, i.ID, second))
+	readsChanged(t, to.State.SnapshotDir(second))
 }
 
 // pushHead puts a head at once.

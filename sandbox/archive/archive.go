@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/rand"
+	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
@@ -23,12 +24,17 @@ import (
 
 const (
 	manifestVersion = 1
-	// aheadVersion is that of a manifest whose files have numbers of their own, and keptVersion of one some of whose
-	// files earlier heads have put.
+	// aheadVersion is that of a manifest whose files have numbers of their own, and keptVersion of one that has small
+	// files and indexes in it, and names files that earlier heads have put.
 	aheadVersion = 2
 	keptVersion  = 3
 	maxManifest  = 4 << 20 // bytes
-	dataPrefix   = "data/"
+	// A file of at most maxPlain bytes is in the manifest of a head, and an index of at most maxInline, as long as these
+	// have at most maxInlined bytes together: each object that a wake needs is a request, and most wait for others.
+	maxPlain   = 16 << 10
+	maxInline  = 32 << 10
+	maxInlined = 512 << 10
+	dataPrefix = "data/"
 	// maxPut is how long a put may take. Sweep leaves alone what has changed within the last minSweep.
 	maxPut   = 12 * time.Hour
 	minSweep = 2 * maxPut
@@ -84,11 +90,16 @@ type manifest struct {
 
 type entryFile struct {
 	snapshot.SentFile
-	Index string `json:"index"` // SHA-256 of its index
+	// Index is the SHA-256 of its index, unless Inline is the index or Plain the file.
+	Index  string `json:"index,omitempty"`
+	Inline []byte `json:"inline,omitempty"`
+	Plain  []byte `json:"plain,omitempty"`
 	// At is its number in Data; 0 is its place among the files.
 	At int `json:"at,omitempty"`
 	// In is Data of the earlier head of the sandbox that has put it; empty for this one.
 	In string `json:"in,omitempty"`
+	// Of is how many bytes that head has put into the store.
+	Of int64 `json:"of,omitempty"`
 }
 
 // Archive is an archive in a store of objects. Its methods may be called from several goroutines and hosts.
@@ -296,7 +307,7 @@ func decodeManifest(doc []byte) (*manifest, error) {
 	}
 	keys, plain := map[string]bool{}, int64(0)
 	for i, f := range m.Files {
-		if sum, err := hex.DecodeString(f.Index); err != nil || len(sum) != 32 || f.Size < 0 || f.Size > maxFile {
+		if f.Size < 0 || f.Size > maxFile || !f.isDescribed(m.Version) {
 			return nil, fmt.Errorf("its file %.80q has no hash or an impossible size", f.Name)
 		}
 		if plain += f.Size; plain > maxEntry {
@@ -313,6 +324,23 @@ func decodeManifest(doc []byte) (*manifest, error) {
 	}
 	return &m, nil
 }
+
+// isDescribed reports whether it is known what the file has, in one way.
+func (f *entryFile) isDescribed(version int) bool {
+	switch {
+	case f.Index != "":
+		sum, err := hex.DecodeString(f.Index)
+		return err == nil && len(sum) == sha256.Size && len(f.Inline)+len(f.Plain) == 0
+	case version < keptVersion:
+		return false
+	case len(f.Inline) > 0:
+		return len(f.Plain) == 0
+	}
+	return int64(len(f.Plain)) == f.Size && f.Size <= maxPlain && f.In == ""
+}
+
+// isPlain reports whether all of it is in the manifest.
+func (f *entryFile) isPlain() bool { return f.Index == "" && len(f.Inline) == 0 }
 
 func isData(data, prefix string) bool {
 	return strings.HasPrefix(data, prefix) && strings.Count(data, "/") == 1 && blob.CheckKey(data) == nil
@@ -351,6 +379,10 @@ func (e *Entry) Files() (out []snapshot.SentFile) {
 // Copy implements snapshot.Source.
 func (e *Entry) Copy(ctx context.Context, i int, w io.Writer) error {
 	f, ref := e.m.Files[i], e.ref(i)
+	if f.isPlain() {
+		_, err := w.Write(f.Plain)
+		return err
+	}
 	x, err := e.index(ctx, i)
 	if err == nil {
 		err = x.get(ctx, e.a.store, ref.Key, w)
@@ -376,19 +408,16 @@ func (e *Entry) index(ctx context.Context, i int) (*index, error) {
 	return e.openIndex(ctx, i)
 }
 
-// openIndex reads the index of a file. One that an earlier head has put must be sealed for the same owner.
+// openIndex reads the index of a file; nil for one that needs none.
 func (e *Entry) openIndex(ctx context.Context, i int) (*index, error) {
-	if e.m.Files[i].In == "" {
-		return open(ctx, e.a.store, e.ref(i))
+	f := &e.m.Files[i]
+	switch {
+	case f.isPlain():
+		return nil, nil
+	case len(f.Inline) > 0:
+		return decodeIndex(f.Inline, f.Size)
 	}
-	doc, _, by, err := blob.LoadOf(ctx, e.a.store, indexKey(e.ref(i)), indexLimit(e.ref(i)))
-	if err == nil && by.Owner != e.m.seal.Owner {
-		err = fmt.Errorf("%w: %s is sealed for another owner than the head that names it", ErrCorrupt, e.m.file(i))
-	}
-	if err != nil {
-		return nil, err
-	}
-	return readIndex(doc, e.ref(i))
+	return open(ctx, e.a.store, e.ref(i))
 }
 
 // readIndexes reads the indexes of all files, several at once.

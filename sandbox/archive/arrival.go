@@ -266,7 +266,7 @@ func (a *Arrival) addMemory(e *Entry) error {
 	var memory []*awaitedFile
 	for i, mf := range m.Memory.Files {
 		sent := e.m.Files[first+i]
-		if sent.Extra || sent.Size != mf.Size {
+		if sent.Extra || sent.Size != mf.Size || sent.isPlain() {
 			return fmt.Errorf("%w: head %.12s has not the memory of snapshot %.12s", ErrCorrupt, e.ID, a.ID)
 		}
 		w, err := a.add(e, first+i, filepath.Join(a.Dir, mf.Name), 0)
@@ -369,27 +369,73 @@ func (a *Arrival) Kept(ctx context.Context, s *state.Store) (kept []Kept, by blo
 	if err != nil {
 		return nil, by, err
 	}
-	of := map[string]int64{a.head.m.Data: a.head.Stored}
+	names := map[int]string{}
 	for name, w := range a.files {
-		k := Kept{entryFile: a.head.m.Files[w.at], Mark: marks.Of(snapshot.SentFile{Extra: w.layer != nil, Name: name})}
+		names[w.at] = name
+	}
+	if err := a.others(ctx, s, names); err != nil {
+		return nil, by, err
+	}
+	for i, name := range names {
+		k := Kept{entryFile: a.head.m.Files[i], Mark: marks.Of(snapshot.SentFile{Extra: a.head.m.Files[i].Extra, Name: name})}
 		if k.Mark == "" {
 			continue
 		}
-		k.In, k.At = a.head.m.place(w.at)
-		for _, n := range w.x.packs {
-			k.Stored += int64(n)
+		k.In, k.At = a.head.m.place(i)
+		k.Stored = a.head.indexes[i].stored()
+		if k.In == a.head.m.Data {
+			k.Of = a.head.Stored
 		}
-		if _, ok := of[k.In]; !ok {
-			m, err := a.head.a.manifest(ctx, Heads, headOf(k.In))
-			if err != nil {
-				return nil, by, err
-			}
-			of[k.In] = m.Stored
-		}
-		k.Of = of[k.In]
 		kept = append(kept, k)
 	}
 	return kept, a.head.m.seal, nil
+}
+
+// maxSame is the most bytes of a file that others reads to find out what it is.
+const maxSame = 64 << 20
+
+// others adds to names, by the places in the head, files that have come with the snapshot or were here: they have other
+// names here, and are known by what is in them.
+func (a *Arrival) others(ctx context.Context, s *state.Store, names map[int]string) error {
+	m, err := s.Manifest(a.ID)
+	if err != nil {
+		return err
+	}
+	paths, err := s.ExtraPaths(m)
+	if err != nil {
+		return err
+	}
+	for _, w := range a.files {
+		delete(paths, names[w.at])
+	}
+	for i := range a.head.m.Files {
+		f, x := &a.head.m.Files[i], a.head.indexes[i]
+		if names[i] != "" || !f.Extra || x == nil || f.Size > maxSame {
+			continue
+		}
+		for name, path := range paths {
+			if (name == state.SystemFile) == (f.Name == state.SystemFile) && x.isIn(ctx, name, path) {
+				names[i] = name
+				delete(paths, name)
+				break
+			}
+		}
+	}
+	return nil
+}
+
+// isIn reports whether a file is what the index describes, as it is sent.
+func (x *index) isIn(ctx context.Context, name, path string) bool {
+	if name == state.SystemFile {
+		return x.sameFile(path, io.Discard) == nil
+	}
+	if n, err := disk.PackedSize(path); err != nil || n != x.size {
+		return false
+	}
+	r, w := io.Pipe()
+	defer r.Close()
+	go func() { w.CloseWithError(disk.Pack(ctx, w, path)) }()
+	return x.same(r, io.Discard) == nil
 }
 
 // Close ends all reads.

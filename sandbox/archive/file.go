@@ -181,31 +181,49 @@ type packer struct {
 // put puts a file of exactly size bytes under a key that nothing has, and returns how it is named and how many bytes it
 // has in the store.
 func put(ctx context.Context, store blob.Store, key string, r io.Reader, size int64) (ref fileRef, stored int64, err error) {
+	x, err := putPacks(ctx, store, key, r, size)
+	if err != nil {
+		return ref, 0, err
+	}
+	ref.Index, stored, err = putIndex(ctx, store, key, x)
+	ref.Key, ref.Size = key, size
+	return ref, stored, err
+}
+
+// putPacks puts a file without its index.
+func putPacks(ctx context.Context, store blob.Store, key string, r io.Reader, size int64) (*index, error) {
 	if size < 0 || size > maxFile {
-		return ref, 0, fmt.Errorf("a file of %d bytes: an archive has files of at most %d", size, int64(maxFile))
+		return nil, fmt.Errorf("a file of %d bytes: an archive has files of at most %d", size, int64(maxFile))
 	}
 	p := &packer{store: store, key: key, x: index{size: size, frames: make([]frame, framesOf(size))}}
 	p.puts, p.ctx = errgroup.WithContext(ctx)
 	p.puts.SetLimit(packsAtOnce)
-	err = p.frames(r)
+	err := p.frames(r)
 	if err == nil {
 		p.flush()
 	}
 	if werr := p.puts.Wait(); werr != nil {
 		err = werr // the cause of the other
 	}
-	if err != nil {
-		return ref, 0, err
+	return &p.x, err
+}
+
+// putIndex puts the index of a file, and returns its SHA-256 and how many bytes the file has in the store.
+func putIndex(ctx context.Context, store blob.Store, key string, x *index) (sum string, stored int64, err error) {
+	doc := x.encode()
+	if err := putOwn(ctx, store, key+"/index", doc); err != nil {
+		return "", 0, err
 	}
-	doc := p.x.encode()
-	if err := putOwn(ctx, store, indexKey(fileRef{Key: key}), doc); err != nil {
-		return ref, 0, err
+	h := sha256.Sum256(doc)
+	return hex.EncodeToString(h[:]), x.stored() + int64(len(doc)), nil
+}
+
+// stored is how many bytes the packs have.
+func (x *index) stored() (n int64) {
+	for _, size := range x.packs {
+		n += int64(size)
 	}
-	sum := sha256.Sum256(doc)
-	for _, n := range p.x.packs {
-		stored += int64(n)
-	}
-	return fileRef{Key: key, Size: size, Index: hex.EncodeToString(sum[:])}, stored + int64(len(doc)), nil
+	return n
 }
 
 func (p *packer) frames(r io.Reader) error {
@@ -277,23 +295,13 @@ func putOwn(ctx context.Context, store blob.Store, key string, body []byte) erro
 
 // open reads the index of a file.
 func open(ctx context.Context, store blob.Store, ref fileRef) (*index, error) {
-	doc, _, err := store.Load(ctx, indexKey(ref), indexLimit(ref))
+	limit := int64(indexHeader + packEntry*maxPacks + frameEntry*framesOf(ref.Size))
+	doc, _, err := store.Load(ctx, ref.Key+"/index", limit)
 	if err != nil {
 		return nil, err
 	}
-	return readIndex(doc, ref)
-}
-
-func indexKey(ref fileRef) string { return ref.Key + "/index" }
-
-// indexLimit is the most bytes that the index of a file has.
-func indexLimit(ref fileRef) int64 {
-	return int64(indexHeader + packEntry*maxPacks + frameEntry*framesOf(ref.Size))
-}
-
-func readIndex(doc []byte, ref fileRef) (*index, error) {
 	if sum := sha256.Sum256(doc); hex.EncodeToString(sum[:]) != ref.Index {
-		return nil, fmt.Errorf("%w: %s is not the one that the manifest names", ErrCorrupt, indexKey(ref))
+		return nil, fmt.Errorf("%w: %s/index is not the one that the manifest names", ErrCorrupt, ref.Key)
 	}
 	return decodeIndex(doc, ref.Size)
 }

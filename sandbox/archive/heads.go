@@ -84,7 +84,7 @@ func (b behindDoc) Files() (out []snapshot.SentFile) {
 
 func (b behindDoc) Copy(ctx context.Context, i int, w io.Writer) error {
 	i = b.numbers()[i]
-	if f := b.m.Files[i]; f.Extra && f.Name == state.SystemFile {
+	if f := b.m.Files[i]; f.Extra && f.Name == state.SystemFile && !f.isPlain() {
 		for _, path := range b.local {
 			if b.indexes[i].sameFile(path, io.Discard) == nil {
 				return b.indexes[i].sameFile(path, w)

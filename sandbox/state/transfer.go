@@ -106,34 +106,40 @@ func (s *Store) FileMarks(id string) (FileMarks, error) {
 	for _, f := range m.Memory.Files {
 		out[markKey(false, f.Name)] = "memory " + f.ID
 	}
+	paths, err := s.ExtraPaths(m)
+	if err != nil {
+		return nil, err
+	}
+	for name, path := range paths {
+		fi, err := os.Stat(path)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // joined with the one above
+		}
+		if err != nil {
+			return nil, err
+		}
+		if sys, ok := fi.Sys().(*syscall.Stat_t); ok {
+			out[markKey(true, name)] = fmt.Sprintf("file %d %d %d %d", sys.Dev, sys.Ino, fi.Size(), fi.ModTime().UnixNano())
+		}
+	}
+	return out, nil
+}
+
+// ExtraPaths returns where the files are that SendSnapshot sends besides the snapshot's own, by their names there.
+func (s *Store) ExtraPaths(m *snapshot.Manifest) (map[string]string, error) {
 	st, err := s.Absolute(SnapshotStack(m))
 	if err != nil {
 		return nil, err
 	}
-	mark := func(name, path string) error {
-		fi, err := os.Stat(path)
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		sys, ok := fi.Sys().(*syscall.Stat_t)
-		if ok {
-			out[markKey(true, name)] = fmt.Sprintf("file %d %d %d %d", sys.Dev, sys.Ino, fi.Size(), fi.ModTime().UnixNano())
-		}
-		return nil
-	}
+	paths := map[string]string{}
 	for _, path := range st.Layers {
-		if err := mark(filepath.Base(path), path); err != nil {
-			return nil, err
-		}
+		paths[filepath.Base(path)] = path
 	}
 	system, err := s.systemDiskOf(m)
 	if err == nil && system != "" {
-		err = mark(SystemFile, system)
+		paths[SystemFile] = system
 	}
-	return out, err
+	return paths, err
 }
 
 // Admits returns why a snapshot of another host whose word counts could not run here, by its manifest; nil if nothing
