@@ -75,7 +75,7 @@ func forwardsEndWithTheSleep(t *testing.T, e *guesttest.Env, name string) {
 	e.Wake(name)
 	c = e.Agent(name)
 	// The agent learns of the sleep after the wake, and only then frees the address.
-	for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(200 * time.Millisecond) {
 		if l, err = c.Listen(t.Context(), "tcp", address); err == nil {
 			break
 		}

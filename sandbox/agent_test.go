@@ -247,9 +247,10 @@ func guestForksItself(t *testing.T, e *guesttest.Env, name string) {
 	if err := p.Close(); err != nil {
 		t.Error(err)
 	}
+	// A look at a file keeps an interpreted guest busy for most of a second.
 	wait := func(name, path string) string {
 		t.Helper()
-		for end := time.Now().Add(5 * time.Minute); ; time.Sleep(200 * time.Millisecond) {
+		for end := time.Now().Add(15 * time.Minute); ; time.Sleep(2 * time.Second) {
 			got := ""
 			if e.Exists(name, path) {
 				got = e.Read(name, path)

@@ -161,7 +161,7 @@ func TestMany_sleeps_of_a_busy_guest_lose_nothing(t *testing.T) {
 	dial := func(what string) net.Conn {
 		t.Helper()
 		var err error
-		for deadline := time.Now().Add(10 * time.Minute); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
+		for deadline := time.Now().Add(10 * time.Minute); time.Now().Before(deadline); time.Sleep(500 * time.Millisecond) {
 			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 			var conn net.Conn
 			conn, err = guest.UnixDialer(e.Store.State.VsockPath(busy))(ctx, 5000)

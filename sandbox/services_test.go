@@ -18,7 +18,7 @@ import (
 // service waits until a service of a VM is in a state, and returns it.
 func service(e *guesttest.Env, vm, name, state string) records.Service {
 	e.T.Helper()
-	for deadline := time.Now().Add(10 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(10 * time.Minute); ; time.Sleep(500 * time.Millisecond) {
 		list, err := e.Store.Sandbox(vm).Services(e.T.Context())
 		if err != nil {
 			e.T.Fatal(err)
@@ -141,7 +141,7 @@ func TestServices_of_a_guest(t *testing.T) {
 // trailHas waits until the trail of a VM has that many entries of each kind and service, and fails if it has more.
 func trailHas(e *guesttest.Env, vm string, want map[string]int) {
 	e.T.Helper()
-	for deadline := time.Now().Add(10 * time.Minute); ; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(10 * time.Minute); ; time.Sleep(200 * time.Millisecond) {
 		got := map[string]int{}
 		if _, err := e.Store.State.Audit(e.T.Context(), vm, audit.ReadOptions{}, func(en audit.Entry) error {
 			if en.Process != "" {

@@ -62,7 +62,7 @@ CMD ["one", "two"]
 	if code != 0 || stdout != "web\n" {
 		t.Fatalf("detached: exit status %d, stdout %q, stderr %q", code, stdout, stderr)
 	}
-	for deadline := time.Now().Add(5 * time.Minute); ; time.Sleep(100 * time.Millisecond) {
+	for deadline := time.Now().Add(5 * time.Minute); ; time.Sleep(time.Second) {
 		if _, stdout, _ = drowse(t, state, "exec", "web", "cat", "/tmp/said"); stdout != "" || time.Now().After(deadline) {
 			break
 		}

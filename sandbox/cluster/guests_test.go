@@ -92,7 +92,7 @@ func (h *host) read(name, file string) string {
 // awaits waits until a sandbox has a file.
 func (h *host) awaits(name, file string) {
 	h.t.Helper()
-	for end := time.Now().Add(5 * time.Minute); ; time.Sleep(200 * time.Millisecond) {
+	for end := time.Now().Add(5 * time.Minute); ; time.Sleep(time.Second) {
 		_, err := h.Sandbox(name).Files().Stat(h.t.Context(), file)
 		if err == nil {
 			return
