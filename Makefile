@@ -51,7 +51,9 @@ REPORT := bin/testreport
 # Tests that may be skipped where $CI is set, for reasons that lie in themselves: inputs
 # of fuzzing that are too long to be of use, and a guest that writes more than an interpreted kernel can: .ci/run has it
 # in test-hard. test-mcp has the package of npm that another needs.
-MAY_SKIP ?= devices/vsock\.FuzzPackets/|sandbox\.TestAttack_full_host_disk_pauses|cmd/drowse\.TestMCP_serves_the_npm_client
+MAY_SKIP ?= devices/vsock\.FuzzPackets/|sandbox\.TestAttack_full_host_disk_pauses|cmd/drowse\.TestMCP_serves_the_npm_client$(if $(DROWSE_TEST_BRIEF),|$(LONG_TESTS))
+# What DROWSE_TEST_BRIEF leaves out.
+LONG_TESTS := sandbox/cluster\.TestGuest_moves|sandbox\.(TestHooks_in_a|TestVolumes_live|TestDisk_snapshots_of|TestSleep_and_wake.*2_vCPUs)|sandbox/build\.TestBuild_of_steps
 
 # For the demo, and for tests that have a guest.
 export DROWSE_STATE = $(STATE)

@@ -143,6 +143,7 @@ func checkDiskSnapshot(t *testing.T, e *guesttest.Env, id string) int {
 }
 
 func TestDisk_snapshots_of_a_busy_guest_are_clean_and_have_all_that_was_acknowledged(t *testing.T) {
+	guesttest.Long(t)
 	t.Parallel()
 	for _, name := range []string{"e2fsck", "dumpe2fs", "debugfs"} {
 		if _, err := exec.LookPath(name); err != nil {

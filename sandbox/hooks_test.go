@@ -43,6 +43,7 @@ func wantNotes(e *guesttest.Env, vm string, want ...string) {
 
 // One boot serves all of this.
 func TestHooks_in_a_guest(t *testing.T) {
+	guesttest.Long(t)
 	t.Parallel()
 	e := guesttest.New(t)
 	shared := newShared(e)

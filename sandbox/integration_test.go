@@ -87,6 +87,9 @@ func TestSleep_and_wake_keep_processes_memory_and_files(t *testing.T) {
 	for _, kernel := range host.Kernels() {
 		for _, vcpus := range []int{1, 2} {
 			t.Run(fmt.Sprintf("%s kernel, %d vCPUs", kernel, vcpus), func(t *testing.T) {
+				if vcpus > 1 && vmm.SoftKVM() {
+					guesttest.Long(t)
+				}
 				e := guesttest.New(t)
 				given := spec.Service{Name: "given", Argv: []string{"/bin/sleep", "1000000"}}
 				e.Boot(sandbox.Spec{Name: "main", Kernel: kernel, VCPUs: vcpus, MemoryMiB: 256, Services: []spec.Service{given}})

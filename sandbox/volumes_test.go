@@ -97,6 +97,7 @@ while True:
 const dropCaches = "/proc/sys/vm/drop_caches"
 
 func TestVolumes_live_beyond_VMs_and_never_meet_memory_of_another_time(t *testing.T) {
+	guesttest.Long(t)
 	t.Parallel()
 	e := guesttest.New(t)
 	ctx := t.Context()

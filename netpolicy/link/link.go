@@ -486,8 +486,16 @@ func (l *Link) takeOff() error {
 	return takeOff(nl)
 }
 
-// takeOff sets an interface down and removes the programs that addFilters has put on it.
+// takeOff sets an interface down and removes the programs that addFilters has put on it. One that goes meanwhile, with
+// the process that had it, takes them along.
 func takeOff(nl netlink.Link) error {
+	if err := takeOffPresent(nl); !errors.Is(err, unix.ENODEV) {
+		return err
+	}
+	return nil
+}
+
+func takeOffPresent(nl netlink.Link) error {
 	name := nl.Attrs().Name
 	if err := netlink.LinkSetDown(nl); err != nil {
 		return fmt.Errorf("setting %q down: %w", name, err)

@@ -80,6 +80,7 @@ func (w *endsAt) Write(p []byte) (int, error) {
 
 // An interrupted build and a failing one boot one VM each. A build with all steps cached boots none.
 func TestBuild_of_steps(t *testing.T) {
+	guesttest.Long(t)
 	t.Parallel()
 	e := guesttest.New(t)
 	images := ownImages(t, e)

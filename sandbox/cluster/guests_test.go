@@ -282,7 +282,7 @@ type asker struct {
 	longest               time.Duration   // time from one answer to the next
 }
 
-func (a *asker) ask(ctx context.Context, g *gate, server string) error {
+func (a *asker) ask(ctx context.Context, g *gate, server string, pause time.Duration) error {
 	_, pool := gateTLS()
 	d := tls.Dialer{Config: &tls.Config{ServerName: server + "." + gateDomain, RootCAs: pool}}
 	last := time.Now()
@@ -315,7 +315,7 @@ func (a *asker) ask(ctx context.Context, g *gate, server string) error {
 				}
 			}
 			last = time.Now()
-			time.Sleep(20 * time.Millisecond)
+			time.Sleep(pause)
 		}
 		stop()
 		c.Close()
@@ -323,19 +323,27 @@ func (a *asker) ask(ctx context.Context, g *gate, server string) error {
 	return nil
 }
 
-// movesEnv is how often TestGuest_moves moves its guest; 4 by default. It looks at its files after each tenth of many
-// moves.
+// movesEnv is how often TestGuest_moves moves its guest; twice by default, and with less to do: it would take a
+// processor. It looks at its files after each tenth of many moves.
 const movesEnv = "DROWSE_TEST_MOVES"
 
 // A guest moves while its process works and answers a client of a gateway: that goes on, and its memory and its disk
 // are what they were.
 func TestGuest_moves_while_it_works(t *testing.T) {
+	guesttest.Long(t)
 	store := bootedBox(t)
+	moves, large, pause, works := 2, 1<<20, 500*time.Millisecond, worker
+	if text := os.Getenv(movesEnv); text != "" {
+		var err error
+		moves, err = strconv.Atoi(text)
+		must(t, err)
+		large, pause, works = 8<<20, 20*time.Millisecond, strings.ReplaceAll(worker, "sleep(0.2)", "sleep(0.05)")
+	}
 	a, b := realGate(t, "a", store), realGate(t, "b", store)
 	a.wake("box")
-	a.starts("box", "python3", "-I", "-S", "-c", worker)
-	a.says("box", `python3 -I -S -c "import hashlib; open('/root/large', 'wb').write(hashlib.shake_128(b'x').digest(8 << 20))"
-		sha256sum /root/large > /root/sum`)
+	a.starts("box", "python3", "-I", "-S", "-c", works)
+	a.says("box", fmt.Sprintf(`python3 -I -S -c "import hashlib; open('/root/large', 'wb').write(hashlib.shake_128(b'x').digest(%d))"
+		sha256sum /root/large > /root/sum`, large))
 	a.awaits("box", "/dev/shm/n")
 	_, err := a.State.SetMetadata(t.Context(), "box", func(m *spec.Metadata, _ error) error { m.Gateway = spec.Gateway{AllPublic: true}; return nil })
 	must(t, err)
@@ -344,14 +352,9 @@ func TestGuest_moves_while_it_works(t *testing.T) {
 	defer cancel()
 	var client asker
 	asked := make(chan error, 1)
-	go func() { asked <- client.ask(ctx, a, "7000-box") }()
+	go func() { asked <- client.ask(ctx, a, "7000-box", pause) }()
 	boot, sum := a.read("box", bootID), a.read("box", "/dev/shm/sum")
 	count := 0
-	moves := 4
-	if text := os.Getenv(movesEnv); text != "" {
-		moves, err = strconv.Atoi(text)
-		must(t, err)
-	}
 	from, to := a, b
 	var downtimes []float64
 	for i := range moves {
@@ -428,4 +431,4 @@ var worker = strings.NewReplacer("i += 1\n", `i += 1
     log.flush()
 `, "while True:", `last = gap = 0
 log = open("/root/log", "w")
-while True:`, "sleep(0.2)", "sleep(0.05)").Replace(hoarder)
+while True:`).Replace(hoarder)

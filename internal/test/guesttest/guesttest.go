@@ -145,6 +145,17 @@ func New(t testing.TB) *Env {
 	return e
 }
 
+// BriefEnv, if it is set, leaves out tests that have guests work for minutes.
+const BriefEnv = "DROWSE_TEST_BRIEF"
+
+// Long skips a test that has a guest work for minutes where there is time for little.
+func Long(t testing.TB) {
+	t.Helper()
+	if os.Getenv(BriefEnv) != "" {
+		t.Skipf("$%s is set, and a guest works for minutes here", BriefEnv)
+	}
+}
+
 func executable(t testing.TB) string {
 	t.Helper()
 	self, err := os.Executable()
