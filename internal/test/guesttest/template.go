@@ -16,6 +16,7 @@ import (
 	"github.com/drowse-vm/drowse/internal/osfile"
 	"github.com/drowse-vm/drowse/sandbox"
 	"github.com/drowse-vm/drowse/sandbox/template"
+	"github.com/drowse-vm/drowse/vmm"
 )
 
 // templateDir, in the directory with images and kernels, has the templates of tests: a directory for each Spec, agent
@@ -105,7 +106,9 @@ func templateKey(t testing.TB, bare sandbox.Spec, agent string) string {
 	h := sha256.New()
 	i, err := os.Stat(agent)
 	if err == nil {
-		fmt.Fprintln(h, agent, i.Size(), i.ModTime().UnixNano(), sources())
+		// An emulated machine has the same files.
+		kernel, _ := os.ReadFile("/proc/version")
+		fmt.Fprintln(h, agent, i.Size(), i.ModTime().UnixNano(), sources(), vmm.SoftKVM(), string(kernel))
 		err = json.NewEncoder(h).Encode(bare)
 	}
 	if err != nil {
