@@ -56,9 +56,9 @@ func (a *Archive) Ahead(id string) (*Ahead, error) {
 // Seal says how the files are sealed that are put. Those of another seal are no files of this head.
 func (h *Ahead) Seal() blob.Seal { return blob.SealOf(h.a.storeOf(Heads)) }
 
-// Keep has the head name files that earlier heads have put, if a snapshot has them. It returns these heads, which must
-// stay as long as this one. Of what a head has put at least half must be in use: else it is put again, or the store
-// would fill with what nobody needs.
+// Keep has the head name files that earlier heads have put, if the snapshot has them. It returns those heads: they must
+// stay as long as this one. It leaves out a head of whose bytes less than half are in use, so that the store keeps at
+// most twice what is needed.
 func (h *Ahead) Keep(s *state.Store, snap string, kept []Kept) (heads []string, err error) {
 	marks, err := s.FileMarks(snap)
 	if err != nil {

@@ -391,11 +391,11 @@ func (a *Arrival) Kept(ctx context.Context, s *state.Store) (kept []Kept, by blo
 	return kept, a.head.m.seal, nil
 }
 
-// maxSame is the most bytes of a file that others reads to find out what it is.
+// maxSame is the most bytes of a file that others compares.
 const maxSame = 64 << 20
 
-// others adds to names, by the places in the head, files that have come with the snapshot or were here: they have other
-// names here, and are known by what is in them.
+// others adds to names the files of the head that are not in a.files: small layers, the disk with the agent, and layers
+// that this host had. Their names here differ from those in the head, so it compares their contents.
 func (a *Arrival) others(ctx context.Context, s *state.Store, names map[int]string) error {
 	m, err := s.Manifest(a.ID)
 	if err != nil {
