@@ -36,7 +36,6 @@ var unused = map[string]string{
 	"sandbox/api/wire.SecretSourceKinds":       "the description of the API",
 	"sandbox/api/wire.TemplateStates":          "the description of the API",
 	"sandbox/archive.maxFrames":                "it says what the bounds of a file come to",
-	"sandbox/archive/ledger: method Borrow":    "loans, whose end and sweep are there already",
 	"sandbox/e2b: method WrapStreamingClient":  "connect.Interceptor",
 	"sandbox/e2b: method WrapStreamingHandler": "connect.Interceptor",
 	"sandbox/e2b: method WrapUnary":            "connect.Interceptor",

@@ -165,7 +165,12 @@ func (n *Node) Known(ctx context.Context, name string, may func(spec.Metadata) e
 	if !spec.ValidName(name) {
 		return fmt.Errorf("%w: %.64q", sandbox.ErrNotFound, name)
 	}
-	return n.known(ctx, name, may)
+	if may == nil {
+		_, err := n.exists(ctx, name)
+		return err
+	}
+	_, err := n.known(ctx, name, may)
+	return err
 }
 
 var _ peer.Directory = (*Node)(nil)

@@ -97,6 +97,8 @@ type holdOptions struct {
 	here bool
 	// may is asked before a sandbox is pulled that is not here.
 	may func(spec.Metadata) error
+	// head is perhaps the head that it has, which is read while it is claimed; it may be nil.
+	head *opening
 }
 
 // hold claims a sandbox, unless this process has, and makes what is here of it what it was last. The caller has its
@@ -307,13 +309,16 @@ func (n *Node) bring(ctx context.Context, name string, c *ledger.Claim, now *lea
 
 // pull makes a sandbox here as it sleeps in its head, in place of what is here of it.
 func (n *Node) pull(ctx context.Context, name string, c *ledger.Claim, now *lease.Claim, r *state.Record, o holdOptions) error {
+	if o.head == nil || o.head.id != c.Head() {
+		o.head = n.open(ctx, c.Head())
+	}
+	h, err := o.head.wait()
 	select {
 	case n.pulls <- struct{}{}:
 		defer func() { <-n.pulls }()
 	case <-ctx.Done():
-		return fmt.Errorf("getting %s: %w", name, context.Cause(ctx))
+		err = errors.Join(err, context.Cause(ctx))
 	}
-	h, err := n.head(ctx, c.Head())
 	if err != nil {
 		return fmt.Errorf("getting %s from the cluster: %w", name, err)
 	}

@@ -171,7 +171,7 @@ func (n *Node) migrate(ctx context.Context, name string, o spec.MigrateOptions) 
 		return res, err
 	}
 	if !n.dir.Shared(name) {
-		err := n.known(ctx, name, nil)
+		_, err := n.exists(ctx, name)
 		if err == nil {
 			err = fmt.Errorf("%w: the cluster has another sandbox called %s: rename this one", spec.ErrExists, name)
 		}

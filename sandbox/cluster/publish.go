@@ -42,14 +42,15 @@ func (n *Node) claim(ctx context.Context, name string, may func(spec.Metadata) e
 	if err != nil {
 		return err
 	}
+	o := holdOptions{may: may}
 	if _, err := n.state.Load(name); c == nil && err == nil {
 		return nil
 	} else if c == nil {
-		if err := n.known(ctx, name, may); err != nil {
+		if o.head, err = n.known(ctx, name, may); err != nil {
 			return err
 		}
 	}
-	if _, err = n.hold(ctx, name, holdOptions{may: may}); err != nil {
+	if _, err = n.hold(ctx, name, o); err != nil {
 		return err
 	}
 	n.want(name)
@@ -74,29 +75,62 @@ func (n *Node) isWanted(name string) bool {
 }
 
 // known returns sandbox.ErrNotFound if the cluster has no sandbox of that name, and what may says of one that it has.
-func (n *Node) known(ctx context.Context, name string, may func(spec.Metadata) error) error {
-	select {
-	case n.pulls <- struct{}{}:
-		defer func() { <-n.pulls }()
-	case <-ctx.Done():
-		return fmt.Errorf("looking for %s: %w", name, context.Cause(ctx))
-	}
-	f, err := n.ledger.Family(ctx, name)
-	if errors.Is(err, ledger.ErrNotFound) || err == nil && (f.Deleted || f.Head == "") {
-		return fmt.Errorf("%w: %s: neither this host nor its cluster has it", sandbox.ErrNotFound, name)
-	}
-	if err != nil || may == nil {
-		return err
-	}
-	h, err := n.head(ctx, f.Head)
+// It begins to read the head.
+func (n *Node) known(ctx context.Context, name string, may func(spec.Metadata) error) (*opening, error) {
+	f, err := n.exists(ctx, name)
 	if err != nil {
-		return err
+		return nil, err
+	}
+	o := n.open(ctx, f.Head)
+	if may == nil {
+		return o, nil
+	}
+	h, err := o.wait()
+	if err != nil {
+		return nil, err
 	}
 	d, err := decodeDoc(h, name)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	return may(d.Metadata)
+	return o, may(d.Metadata)
+}
+
+// exists returns what the ledger has of a sandbox, or sandbox.ErrNotFound.
+func (n *Node) exists(ctx context.Context, name string) (*ledger.Family, error) {
+	f, err := n.family(ctx, name)
+	if errors.Is(err, ledger.ErrNotFound) || err == nil && (f.Deleted || f.Head == "") {
+		err = fmt.Errorf("%w: %s: neither this host nor its cluster has it", sandbox.ErrNotFound, name)
+	}
+	return f, err
+}
+
+// opening is a head that is read meanwhile.
+type opening struct {
+	id   string
+	done chan struct{}
+	h    *archive.Head
+	err  error
+}
+
+func (n *Node) open(ctx context.Context, id string) *opening {
+	o := &opening{id: id, done: make(chan struct{})}
+	n.background.Go(func() {
+		defer close(o.done)
+		select {
+		case n.pulls <- struct{}{}:
+			defer func() { <-n.pulls }()
+			o.h, o.err = n.head(ctx, id)
+		case <-ctx.Done():
+			o.err = fmt.Errorf("reading head %.12s: %w", id, context.Cause(ctx))
+		}
+	})
+	return o
+}
+
+func (o *opening) wait() (*archive.Head, error) {
+	<-o.done
+	return o.h, o.err
 }
 
 // Publish implements lease.Cluster.
@@ -305,19 +339,7 @@ func (n *Node) collectSoon(name string) {
 }
 
 func (n *Node) collect(ctx context.Context, name string) error {
-	f, err := n.ledger.Family(ctx, name)
-	if err != nil {
-		return err
-	}
-	for id, s := range f.Snapshots {
-		// Intents end with their claims.
-		if id != f.Head && s.State == ledger.Kept {
-			if err := n.ledger.Remove(ctx, name, id); err != nil && !errors.Is(err, ledger.ErrSnapshot) {
-				return err
-			}
-		}
-	}
-	return n.ledger.Collect(ctx, name, func(ctx context.Context, _, upload string) error { return n.archive.RemoveHead(ctx, upload) })
+	return n.ledger.Collect(ctx, name, n.archive.RemoveHead)
 }
 
 // Delete implements lease.Cluster.
@@ -339,7 +361,7 @@ func (n *Node) Delete(ctx context.Context, name string) (shared bool, freed spec
 	case was == nil && !errors.Is(rerr, sandbox.ErrNotFound):
 		return false, freed, nil
 	case was == nil:
-		if err := n.known(ctx, name, nil); err != nil {
+		if _, err := n.exists(ctx, name); err != nil {
 			return true, freed, err
 		}
 	case rerr == nil && (r.Phase == state.Running || r.Phase == state.Starting):

@@ -200,10 +200,8 @@ func (c *Claim) has(f *Family) bool { return f.current(c.fence) && f.Holder.Clai
 type Needs struct {
 	// Fresh is what is to be uploaded for it. No key was ever used before: a part of each is random.
 	Fresh []string
-	// Reused is uploads of this family that are needed by a snapshot which is kept, or intended by the same claim.
+	// Reused is uploads of this family that are needed by its head, or by what the same claim intends.
 	Reused []string
-	// Loans is what Borrow returned, for this or for an earlier snapshot.
-	Loans []string
 }
 
 // Intend registers a snapshot and all that it needs. Nothing of it may be uploaded before. It returns a CondemnedError
@@ -218,30 +216,25 @@ func (c *Claim) Intend(ctx context.Context, snapshot string, n Needs) error {
 	if err != nil {
 		return err
 	}
-	want := Snapshot{State: Intent, Fence: c.fence, Uploads: set(slices.Concat(n.Fresh, n.Reused)), Loans: set(n.Loans)}
+	want := Snapshot{State: Intent, Fence: c.fence, Uploads: set(slices.Concat(n.Fresh, n.Reused))}
 	err = c.change(ctx, "intending a snapshot", MaxFamily-reserve, func(f *Family) (bool, error) {
 		if !c.has(f) {
 			return false, ErrReleased
 		}
 		if s, ok := f.Snapshots[snapshot]; ok {
-			if s.State == Intent && s.Fence == c.fence && slices.Equal(s.Uploads, want.Uploads) && slices.Equal(s.Loans, want.Loans) {
+			if s.State == Intent && s.Fence == c.fence && slices.Equal(s.Uploads, want.Uploads) {
 				return false, nil // an answer was lost
 			}
 			return false, fmt.Errorf("%w: there is a snapshot %s already", ErrSnapshot, snapshot)
 		}
-		uploads, loans := f.needed()
+		needed := f.needed()
 		var condemned CondemnedError
 		for _, u := range n.Reused {
-			if !uploads[u] {
+			if !needed[u] {
 				condemned.Uploads = append(condemned.Uploads, u)
 			}
 		}
-		for _, id := range n.Loans {
-			if !loans[id] {
-				condemned.Loans = append(condemned.Loans, id)
-			}
-		}
-		if len(condemned.Uploads)+len(condemned.Loans) > 0 {
+		if len(condemned.Uploads) > 0 {
 			return false, &condemned
 		}
 		fresh := map[string]bool{}
@@ -269,8 +262,8 @@ func (c *Claim) Intend(ctx context.Context, snapshot string, n Needs) error {
 	return err
 }
 
-// Commit makes a snapshot the head: one that the claim intends, all of whose uploads are in the store, or one that is
-// kept already. With release it also gives up the claim, for which the sandbox must have stopped before. After an error
+// Commit makes a snapshot the head that the claim intends, and all of whose uploads are in the store. The head before
+// is then gone. With release it also gives up the claim, for which the sandbox must have stopped before. After an error
 // the caller calls it again, or gives up by Release.
 func (c *Claim) Commit(ctx context.Context, snapshot string, release bool) error {
 	c.mu.Lock()
@@ -285,11 +278,17 @@ func (c *Claim) Commit(ctx context.Context, snapshot string, release bool) error
 			}
 			return false, ErrReleased
 		}
-		if !ok || s.State == Gone || s.State == Intent && s.Fence != c.fence {
+		if !ok || s.State == Gone || s.State == Kept && f.Head != snapshot || s.State == Intent && s.Fence != c.fence {
 			return false, fmt.Errorf("%w: %s", ErrSnapshot, snapshot)
 		}
 		if s.State == Kept && f.Head == snapshot && !release {
 			return false, nil
+		}
+		for id, other := range f.Snapshots {
+			if other.State == Kept {
+				other.State = Gone
+				f.Snapshots[id] = other
+			}
 		}
 		s.State, s.Fence = Kept, 0
 		f.Snapshots[snapshot] = s
@@ -321,7 +320,7 @@ func (c *Claim) Release(ctx context.Context) error {
 }
 
 // Delete marks the sandbox and all of its snapshots as gone, for ever, and ends the claim. The sandbox must have
-// stopped before. Collect then deletes what nobody has borrowed.
+// stopped before. Collect then deletes its uploads.
 func (c *Claim) Delete(ctx context.Context) error {
 	if err := c.Err(); err != nil {
 		return err
@@ -355,66 +354,5 @@ func (s *Session) forget(c *Claim, failed bool) {
 	delete(s.held, c.family)
 	if failed {
 		s.loose[c.family] = loose{claim: c.name}
-	}
-}
-
-// Borrow registers that the sandbox needs a snapshot of another one, and returns the loan's name for Intend. It
-// returns ErrSnapshot if the snapshot is not kept. A loan that no snapshot of this sandbox names ends with the claim.
-func (c *Claim) Borrow(ctx context.Context, family, snapshot string) (loan string, err error) {
-	if err := errors.Join(checkName("sandbox", family), checkName("snapshot", snapshot)); err != nil {
-		return "", err
-	}
-	if family == c.family {
-		return "", fmt.Errorf("%w: a sandbox does not borrow from itself", ErrName)
-	}
-	id := c.s.l.id()
-	// First here: what is not known here would never be given back.
-	err = c.change(ctx, "borrowing", MaxFamily-reserve, func(f *Family) (bool, error) {
-		if !c.has(f) {
-			return false, ErrReleased
-		}
-		if _, ok := f.Loans[id]; ok {
-			return false, nil // an answer was lost
-		}
-		if f.Loans == nil {
-			f.Loans = map[string]Loan{}
-		}
-		f.Loans[id] = Loan{Family: family, Snapshot: snapshot, Fence: c.fence}
-		return true, nil
-	})
-	if err != nil {
-		return "", err
-	}
-	_, err = c.s.l.update(ctx, change{family: family, may: c.Err, make: func(f *Family) (bool, error) {
-		s := f.Snapshots[snapshot]
-		if s.Lent[id] != "" {
-			return false, nil // an answer was lost
-		}
-		if s.State != Kept {
-			return false, fmt.Errorf("%w: %s is not kept by the sandbox %s", ErrSnapshot, snapshot, family)
-		}
-		if s.LentForGood {
-			return false, nil
-		}
-		f.lend(snapshot, id, c.family)
-		return true, nil
-	}})
-	if err != nil {
-		return "", fmt.Errorf("borrowing from the sandbox %s: %w", family, err)
-	}
-	return id, nil
-}
-
-// lend notes a loan, or, if there are too many, that a snapshot is lent for good.
-func (f *Family) lend(snapshot, id, to string) {
-	s := f.Snapshots[snapshot]
-	if s.Lent == nil {
-		s.Lent = map[string]string{}
-	}
-	s.Lent[id] = to
-	f.Snapshots[snapshot] = s
-	if _, err := f.encode(MaxFamily - reserve); err != nil || len(s.Lent) > MaxLoans {
-		s.Lent, s.LentForGood = nil, true
-		f.Snapshots[snapshot] = s
 	}
 }

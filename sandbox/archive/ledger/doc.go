@@ -32,6 +32,5 @@
 // An upload is needed if a living snapshot names it. A new snapshot may name fresh uploads, whose keys no one has used
 // before, and those that are needed at that moment. So an upload that is not needed once never is again, and it is
 // deleted at any later time without asking. A list of what is condemned would not do: after it was worked off, it no
-// longer warns the one who has long meant to use an upload again. The same holds for loans, by which a snapshot needs
-// another family's snapshot.
+// longer warns the one who has long meant to use an upload again.
 package ledger

@@ -25,9 +25,6 @@ func DecodeFamily(body []byte) (*Family, error) { return decodeFamily(body) }
 // DecodeHost reads a host's record.
 func DecodeHost(body []byte) error { _, err := decodeHost(body); return err }
 
-// Lend notes a loan.
-func Lend(f *Family, snapshot, id, to string) { f.lend(snapshot, id, to) }
-
 // Holds and Waits are the times of a holder and of a contender.
 func Holds(ttl time.Duration) time.Duration { return holds(ttl) }
 

@@ -23,8 +23,6 @@ const (
 	MaxName = 128
 	// MaxUpload is the most bytes of the key of an upload.
 	MaxUpload = 256
-	// MaxLoans is how many loans of one snapshot are counted. Beyond it the snapshot is lent for good.
-	MaxLoans = 10_000
 
 	version = 1
 	// hostVersion is that of the record of a host with an address.
@@ -48,13 +46,13 @@ type State string
 const (
 	// Intent: it is being uploaded, by the claim of its fence.
 	Intent State = "intent"
-	// Kept: all of its uploads are in the store.
+	// Kept: it is the head, and all of its uploads are in the store.
 	Kept State = "kept"
-	// Gone: it is removed. Its uploads may be lent, be those of others too, or wait for Collect.
+	// Gone: it is removed. Its uploads may be those of others too, or wait for Collect.
 	Gone State = "gone"
 )
 
-// Family is what a ledger knows of one sandbox: an object of the store, as JSON. Its maps may be nil.
+// Family is what a ledger knows of one sandbox: an object of the store, as JSON.
 type Family struct {
 	Version int `json:"version"`
 	// Counter grows with each change, so that no content comes twice.
@@ -67,7 +65,6 @@ type Family struct {
 	Head      string              `json:"head,omitempty"`
 	Holder    *Holder             `json:"holder,omitempty"` // who has claimed it; nil if nobody has
 	Snapshots map[string]Snapshot `json:"snapshots,omitempty"`
-	Loans     map[string]Loan     `json:"loans,omitempty"` // of others' snapshots
 }
 
 // Holder is who may run a sandbox.
@@ -86,18 +83,6 @@ type Snapshot struct {
 	// Fence is that of the claim that intends it.
 	Fence   uint64   `json:"fence,omitempty"`
 	Uploads []string `json:"uploads,omitempty"` // of this family, sorted
-	Loans   []string `json:"loans,omitempty"`   // keys of Family.Loans, sorted
-	// Lent is the families that the snapshot is lent to, by the names of the loans.
-	Lent        map[string]string `json:"lent,omitempty"`
-	LentForGood bool              `json:"lent_for_good,omitempty"`
-}
-
-// Loan is another family's snapshot, which stays while there is the loan, and whatever it needs.
-type Loan struct {
-	Family   string `json:"family"`
-	Snapshot string `json:"snapshot"`
-	// Fence is that of the claim that has borrowed it.
-	Fence uint64 `json:"fence"`
 }
 
 // current reports whether a claim is the one that holds the family.
@@ -105,79 +90,49 @@ func (f *Family) current(fence uint64) bool { return f.Holder != nil && f.Fence 
 
 // living reports whether a snapshot needs its uploads. Once it does not it never will again: all else rests on that.
 func (f *Family) living(s Snapshot) bool {
-	switch s.State {
-	case Kept:
-		return true
-	case Intent:
-		return f.current(s.Fence)
-	}
-	return len(s.Lent) > 0 || s.LentForGood
+	return s.State == Kept || s.State == Intent && f.current(s.Fence)
 }
 
-// needed returns the uploads and loans that something needs. What is in no such list never gets into one again.
-func (f *Family) needed() (uploads, loans map[string]bool) {
-	uploads, loans = map[string]bool{}, map[string]bool{}
+// needed returns the uploads that something needs. What it does not return once it never does again.
+func (f *Family) needed() map[string]bool {
+	uploads := map[string]bool{}
 	for _, s := range f.Snapshots {
 		if f.living(s) {
 			for _, u := range s.Uploads {
 				uploads[u] = true
 			}
-			for _, l := range s.Loans {
-				loans[l] = true
-			}
 		}
 	}
-	for id, l := range f.Loans {
-		if f.current(l.Fence) {
-			loans[id] = true
-		}
-	}
-	return uploads, loans
+	return uploads
 }
 
-// garbage is what of a family is not needed.
-type garbage struct {
-	snapshots, uploads, loans []string // sorted
-}
-
-func (g garbage) empty() bool { return len(g.snapshots) == 0 && len(g.loans) == 0 }
-
-func (f *Family) garbage() garbage {
-	var g garbage
-	uploads, loans := f.needed()
+// garbage returns the snapshots of a family that do not live, and the uploads that nothing needs, sorted.
+func (f *Family) garbage() (snapshots, uploads []string) {
+	needed := f.needed()
 	for id, s := range f.Snapshots {
 		if f.living(s) {
 			continue
 		}
-		g.snapshots = append(g.snapshots, id)
+		snapshots = append(snapshots, id)
 		for _, u := range s.Uploads {
-			if !uploads[u] {
-				g.uploads = append(g.uploads, u)
+			if !needed[u] {
+				uploads = append(uploads, u)
 			}
 		}
 	}
-	for id := range f.Loans {
-		if !loans[id] {
-			g.loans = append(g.loans, id)
-		}
-	}
-	slices.Sort(g.snapshots)
-	slices.Sort(g.uploads)
-	slices.Sort(g.loans)
-	g.uploads = slices.Compact(g.uploads)
-	return g
+	slices.Sort(snapshots)
+	return snapshots, set(uploads)
 }
 
-// drop removes garbage that has been cleared away.
-func (f *Family) drop(g garbage) (changed bool) {
-	n := len(f.Snapshots) + len(f.Loans)
-	for _, id := range g.snapshots {
-		delete(f.Snapshots, id)
+// drop removes snapshots that have been cleared away.
+func (f *Family) drop(cleared []string) (changed bool) {
+	n := len(f.Snapshots)
+	for _, id := range cleared {
+		if !f.living(f.Snapshots[id]) {
+			delete(f.Snapshots, id)
+		}
 	}
-	for _, id := range g.loans {
-		delete(f.Loans, id)
-	}
-	return n != len(f.Snapshots)+len(f.Loans)
+	return n != len(f.Snapshots)
 }
 
 // host is what a ledger knows of a host: an object of the store, as JSON.
@@ -304,14 +259,6 @@ func (f *Family) check() error {
 	if f.Deleted && (f.Head != "" || f.Holder != nil) {
 		return invalid("it is deleted, and has a head or a holder")
 	}
-	for id, l := range f.Loans {
-		if err := errors.Join(checkName("loan", id), checkName("family", l.Family), checkName("snapshot", l.Snapshot)); err != nil {
-			return err
-		}
-		if l.Fence > f.Fence {
-			return invalid("a loan of the claim %d, and there were %d", l.Fence, f.Fence)
-		}
-	}
 	for id, s := range f.Snapshots {
 		if err := checkName("snapshot", id); err != nil {
 			return err
@@ -326,8 +273,8 @@ func (f *Family) check() error {
 func (f *Family) checkSnapshot(s Snapshot) error {
 	switch s.State {
 	case Intent:
-		if s.Fence == 0 || s.Fence > f.Fence || s.Lent != nil || s.LentForGood || f.Deleted {
-			return invalid("an intent of the claim %d of %d, or lent, or of a deleted family", s.Fence, f.Fence)
+		if s.Fence == 0 || s.Fence > f.Fence || f.Deleted {
+			return invalid("an intent of the claim %d of %d, or of a deleted family", s.Fence, f.Fence)
 		}
 	case Kept, Gone:
 		if s.Fence != 0 || s.State == Kept && f.Deleted {
@@ -336,26 +283,13 @@ func (f *Family) checkSnapshot(s Snapshot) error {
 	default:
 		return invalid("the state %.20q", s.State)
 	}
-	if len(s.Lent) > MaxLoans || s.LentForGood && len(s.Lent) > 0 {
-		return invalid("%d loans", len(s.Lent))
-	}
-	for id, to := range s.Lent {
-		if err := errors.Join(checkName("loan", id), checkName("family", to)); err != nil {
-			return err
-		}
-	}
 	for _, u := range s.Uploads {
 		if err := checkUpload(u); err != nil {
 			return err
 		}
 	}
-	for _, id := range s.Loans {
-		if _, ok := f.Loans[id]; !ok {
-			return invalid("there is no loan %.150q", id)
-		}
-	}
-	if !increasing(s.Uploads) || !increasing(s.Loans) {
-		return invalid("its uploads or loans are not in order")
+	if !increasing(s.Uploads) {
+		return invalid("its uploads are not in order")
 	}
 	return nil
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	mathrand "math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 
@@ -34,8 +35,6 @@ var (
 	ErrName = errors.New("not a valid name")
 	// ErrVersion means that an object has a format that this program does not know.
 	ErrVersion = errors.New("made by another version of drowse")
-	// ErrDepth means that too many deleted families wait for each other. The error names one to collect first.
-	ErrDepth = errors.New("too many deleted sandboxes borrow from each other")
 )
 
 // HeldError means that another host has a sandbox, and may be alive.
@@ -50,12 +49,12 @@ func (e *HeldError) Error() string {
 	return fmt.Sprintf("the sandbox %s is held by the host %s", e.Family, e.Host)
 }
 
-// CondemnedError means that uploads or loans that were to be used again are not needed by anything that is kept, so
-// that they may be gone. They have to be uploaded anew under other keys, or borrowed anew.
-type CondemnedError struct{ Uploads, Loans []string }
+// CondemnedError means that uploads that were to be used again are not needed by anything that is kept, so that they
+// may be gone. They have to be uploaded anew under other keys.
+type CondemnedError struct{ Uploads []string }
 
 func (e *CondemnedError) Error() string {
-	return fmt.Sprintf("%d uploads and %d loans may be gone already: upload them anew", len(e.Uploads), len(e.Loans))
+	return fmt.Sprintf("%d uploads may be gone already: upload them anew", len(e.Uploads))
 }
 
 // Options are those of Open. The zero value is right for production.
@@ -93,7 +92,25 @@ type Ledger struct {
 
 	mu   sync.Mutex
 	seen map[string]sight // by the name of the host
+	// recent has families as they were last read or written here: a change that follows need not read them.
+	recent map[string]recent
+	size   int // of the bodies of recent, in bytes
+	// cleared has snapshots that Collect has cleared away, by family. The next change drops them.
+	cleared map[string][]string
 }
+
+type recent struct {
+	version blob.Version
+	body    []byte
+}
+
+const (
+	// maxRecent bounds the bytes of Ledger.recent, and maxRecentBody those of one family.
+	maxRecent     = 8 << 20
+	maxRecentBody = 64 << 10
+	// maxFamilies bounds how many families have something in Ledger.cleared.
+	maxFamilies = 1 << 16
+)
 
 // Open returns the ledger in a store. It does nothing yet.
 func Open(store blob.Store, o Options) (*Ledger, error) {
@@ -110,7 +127,8 @@ func Open(store blob.Store, o Options) (*Ledger, error) {
 		return nil, err
 	}
 	return &Ledger{
-		store: store, clock: o.Clock, ttl: o.TTL.Truncate(time.Millisecond), address: o.Address, key: o.Key, seen: map[string]sight{},
+		store: store, clock: o.Clock, ttl: o.TTL.Truncate(time.Millisecond), address: o.Address, key: o.Key,
+		seen: map[string]sight{}, recent: map[string]recent{}, cleared: map[string][]string{},
 		id:     rand.Text,
 		jitter: func(d time.Duration) time.Duration { return d/2 + mathrand.N(d/2+1) },
 	}, nil
@@ -149,7 +167,69 @@ func (l *Ledger) load(ctx context.Context, id string) (*Family, blob.Version, er
 	if err != nil {
 		return nil, "", &recordError{fmt.Errorf("the record of the sandbox %s in the ledger: %w", id, err)}
 	}
+	l.remember(id, recent{v, body})
 	return f, v, nil
+}
+
+// remember notes a family as it now is, or that this is not known.
+func (l *Ledger) remember(id string, r recent) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.size -= len(l.recent[id].body)
+	delete(l.recent, id)
+	if r.version == "" || len(r.body) > maxRecentBody {
+		return
+	}
+	for other, old := range l.recent { // in random order
+		if l.size+len(r.body) <= maxRecent {
+			break
+		}
+		l.size -= len(old.body)
+		delete(l.recent, other)
+	}
+	l.recent[id], l.size = r, l.size+len(r.body)
+}
+
+// recall returns a family as it was last seen here. Others may have changed it since.
+func (l *Ledger) recall(id string) (*Family, blob.Version, bool) {
+	l.mu.Lock()
+	r, ok := l.recent[id]
+	l.mu.Unlock()
+	if !ok {
+		return nil, "", false
+	}
+	f, err := decodeFamily(r.body)
+	return f, r.version, err == nil
+}
+
+// clear notes snapshots that have been cleared away, and returns how many of the family's are noted.
+func (l *Ledger) clear(id string, snapshots []string) int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.cleared) >= maxFamilies {
+		clear(l.cleared) // another Collect clears them away again
+	}
+	all := set(append(slices.Clone(l.cleared[id]), snapshots...))
+	if len(all) > 0 {
+		l.cleared[id] = all
+	}
+	return len(all)
+}
+
+// drop removes what has been cleared away from a family. What done reports, after the change is made, forgets it.
+func (l *Ledger) drop(id string, f *Family) (done func()) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	cleared := l.cleared[id]
+	f.drop(cleared)
+	return func() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		left := slices.DeleteFunc(slices.Clone(l.cleared[id]), func(s string) bool { return slices.Contains(cleared, s) })
+		if l.cleared[id] = left; len(left) == 0 {
+			delete(l.cleared, id)
+		}
+	}
 }
 
 func (l *Ledger) loadHost(ctx context.Context, name string) (host, blob.Version, error) {
@@ -219,28 +299,40 @@ type change struct {
 	sent func()
 }
 
-// update makes a change. It returns the family as it is then.
+// update makes a change. It returns the family as it is then, without what has been cleared away.
 func (l *Ledger) update(ctx context.Context, c change) (*Family, error) {
 	limit := c.limit
 	if limit == 0 {
 		limit = MaxFamily
 	}
-	for failed, lost := 0, 0; ; {
-		f, v, err := l.load(ctx, c.family)
+	// The store compares with what is changed here: it may be old. What is not to be changed, or cannot be, is read.
+	f, v, old := l.recall(c.family)
+	for failed, lost := 0, 0; ; old = false {
+		var err error
+		if !old {
+			f, v, err = l.load(ctx, c.family)
+		}
 		var record *recordError
 		switch {
 		case errors.As(err, &record), errors.Is(err, ErrName):
 			return nil, err
 		case err == nil:
 			changed, err := c.make(f)
+			if old && (err != nil || !changed) {
+				continue
+			}
 			if err != nil {
 				return nil, err
 			}
+			dropped := l.drop(c.family, f)
 			if !changed {
 				return f, nil
 			}
 			f.Counter++
 			body, err := f.encode(limit)
+			if old && err != nil {
+				continue
+			}
 			if err != nil {
 				return nil, fmt.Errorf("sandbox %s: %w", c.family, err)
 			}
@@ -252,10 +344,17 @@ func (l *Ledger) update(ctx context.Context, c change) (*Family, error) {
 			if c.sent != nil {
 				c.sent()
 			}
-			if _, err = l.store.Swap(ctx, familyKey(c.family), v, body); err == nil {
+			now, err := l.store.Swap(ctx, familyKey(c.family), v, body)
+			if err == nil {
+				l.remember(c.family, recent{now, body})
+				dropped()
 				return f, nil
 			}
+			l.remember(c.family, recent{})
 			if errors.Is(err, blob.ErrChanged) {
+				if old {
+					continue
+				}
 				if lost++; lost < changeTries && l.pause(ctx, min(lost, storeTries)) {
 					continue
 				}

@@ -412,26 +412,18 @@ func (w *world) check() {
 	for id, f := range w.families {
 		for name, s := range f.Snapshots {
 			if s.State == ledger.Kept {
-				w.whole(id, name, 0)
+				w.whole(id, name)
 			}
 		}
 	}
 }
 
-func (w *world) whole(id, name string, depth int) {
-	f := w.families[id]
-	if f == nil || f.Snapshots[name].State == "" || depth > 50 {
-		w.fail("%s/%s is needed, and the ledger does not know it", id, name)
-		return
-	}
-	s := f.Snapshots[name]
+func (w *world) whole(id, name string) {
+	s := w.families[id].Snapshots[name]
 	for _, u := range s.Uploads {
 		if _, ok := w.objects["uploads/"+id+"/"+u]; !ok {
 			w.fail("%s/%s is %s, and needs the upload %s, which is not there", id, name, s.State, u)
 		}
-	}
-	for _, l := range s.Loans {
-		w.whole(f.Loans[l].Family, f.Loans[l].Snapshot, depth+1)
 	}
 }
 
@@ -631,7 +623,7 @@ func (w *world) cleanUp() {
 			}
 		}
 		for _, id := range ids {
-			if err := l.Collect(ctx, id, p.del); err != nil {
+			if err := l.Collect(ctx, id, p.del(id)); err != nil {
 				w.fail("the cleaner, %s: %v", id, err)
 			}
 		}
@@ -648,7 +640,7 @@ func (w *world) cleanUp() {
 	}
 	w.kill(p)
 	for id, f := range w.families {
-		if len(f.Snapshots)+len(f.Loans) > 0 {
+		if len(f.Snapshots) > 0 {
 			w.fail("the deleted sandbox %s is no tombstone", id)
 		}
 	}
@@ -673,8 +665,8 @@ func (p *proc) open() *ledger.Ledger {
 	return l
 }
 
-func (p *proc) del(ctx context.Context, family, upload string) error {
-	return p.Delete(ctx, "uploads/"+family+"/"+upload)
+func (p *proc) del(family string) func(context.Context, string) error {
+	return func(ctx context.Context, upload string) error { return p.Delete(ctx, "uploads/"+family+"/"+upload) }
 }
 
 // main is what a process does: it joins, and again when it is lost.
@@ -698,7 +690,7 @@ func (p *proc) main(formerly string, seed uint64) {
 		var workers sync.WaitGroup
 		for i := range simWorkers {
 			seed += 2
-			wk := &worker{p, l, s, rand.New(rand.NewPCG(seed, uint64(i))), map[string]ledger.Needs{}}
+			wk := &worker{p, l, s, rand.New(rand.NewPCG(seed, uint64(i))), map[string][]string{}}
 			ctx := context.WithValue(ctx, labelKey{}, fmt.Sprintf("worker%d", i))
 			workers.Go(func() {
 				for s.Err() == nil && !p.dead {
@@ -734,12 +726,11 @@ func (p *proc) settle(ctx context.Context, l *ledger.Ledger, s *ledger.Session) 
 }
 
 type worker struct {
-	p   *proc
-	l   *ledger.Ledger
-	s   *ledger.Session
-	rng *rand.Rand
-	// seen has uploads and loans of families that once were there, and, as fresh, snapshots.
-	seen map[string]ledger.Needs
+	p    *proc
+	l    *ledger.Ledger
+	s    *ledger.Session
+	rng  *rand.Rand
+	seen map[string][]string // uploads of families that once were there
 }
 
 func (k *worker) sleep(ctx context.Context, d time.Duration) {
@@ -782,7 +773,7 @@ func (k *worker) work(ctx context.Context) {
 	family := w.names[i]
 	w.mu.Unlock()
 	if k.rng.IntN(8) == 0 {
-		_ = k.l.Collect(ctx, family, k.p.del)
+		_ = k.l.Collect(ctx, family, k.p.del(family))
 		w.count("collects by others")
 		return
 	}
@@ -810,7 +801,7 @@ func (k *worker) work(ctx context.Context) {
 		_ = k.p.Sleep(ctx, held.Wait)
 		held = nil
 		if k.rng.IntN(8) == 0 {
-			_ = k.l.Collect(ctx, family, k.p.del)
+			_ = k.l.Collect(ctx, family, k.p.del(family))
 		}
 	}
 	switch {
@@ -825,7 +816,7 @@ func (k *worker) work(ctx context.Context) {
 			w.names[i] = fmt.Sprintf("f%d-%d", i, n+1)
 		}
 		w.mu.Unlock()
-		_ = k.l.Collect(ctx, family, k.p.del)
+		_ = k.l.Collect(ctx, family, k.p.del(family))
 		return
 	case err != nil:
 		w.count("claims failed")
@@ -849,7 +840,7 @@ func (k *worker) work(ctx context.Context) {
 		case 2:
 			k.removeSome(ctx, family)
 		case 3:
-			_ = k.l.Collect(ctx, family, k.p.del)
+			_ = k.l.Collect(ctx, family, k.p.del(family))
 		}
 	}
 	if k.rng.IntN(2) == 0 {
@@ -865,7 +856,7 @@ func (k *worker) work(ctx context.Context) {
 		if c.Delete(ctx) == nil {
 			w.count("deletes")
 			if k.rng.IntN(2) == 0 {
-				_ = k.l.Collect(ctx, family, k.p.del)
+				_ = k.l.Collect(ctx, family, k.p.del(family))
 			}
 			return
 		}
@@ -902,21 +893,9 @@ func (k *worker) push(ctx context.Context, c *ledger.Claim, release bool) bool {
 			n.Reused = append(n.Reused, u)
 		}
 	}
-	if k.rng.IntN(2) == 0 {
-		n.Loans = base.Loans
-	}
 	seen := k.seen[c.Family()]
-	if len(seen.Reused) > 0 && k.rng.IntN(4) == 0 {
-		n.Reused = append(n.Reused, seen.Reused[k.rng.IntN(len(seen.Reused))])
-	}
-	if len(seen.Loans) > 0 && k.rng.IntN(4) == 0 {
-		n.Loans = append(slices.Clone(n.Loans), seen.Loans[k.rng.IntN(len(seen.Loans))])
-	}
-	if k.rng.IntN(3) == 0 {
-		if loan := k.borrow(ctx, c); loan != "" {
-			n.Loans = append(slices.Clone(n.Loans), loan)
-			seen.Loans = append(seen.Loans, loan)
-		}
+	if len(seen) > 0 && k.rng.IntN(4) == 0 {
+		n.Reused = append(n.Reused, seen[k.rng.IntN(len(seen))])
 	}
 	w.mu.Lock()
 	w.snapshot++
@@ -935,8 +914,7 @@ func (k *worker) push(ctx context.Context, c *ledger.Claim, release bool) bool {
 		}
 		return false
 	}
-	seen.Reused = append(seen.Reused, n.Fresh...)
-	k.seen[c.Family()] = seen
+	k.seen[c.Family()] = append(seen, n.Fresh...)
 	for _, u := range n.Fresh {
 		for try := 0; ; try++ {
 			if c.Err() != nil || try == 4 {
@@ -962,37 +940,6 @@ func (k *worker) push(ctx context.Context, c *ledger.Claim, release bool) bool {
 		}
 	}
 	return false
-}
-
-func (k *worker) borrow(ctx context.Context, c *ledger.Claim) string {
-	w := k.p.w
-	w.mu.Lock()
-	from := w.names[k.rng.IntN(simFamilies)]
-	w.mu.Unlock()
-	// Never from an older one: then each reader of a chain of loans comes to an end.
-	if from >= c.Family() {
-		return ""
-	}
-	f, err := k.l.Family(ctx, from)
-	if err != nil || f.Head == "" {
-		return ""
-	}
-	seen := k.seen[from]
-	seen.Fresh = append(seen.Fresh, f.Head)
-	k.seen[from] = seen
-	snapshot := f.Head
-	if k.rng.IntN(3) == 0 {
-		snapshot = seen.Fresh[k.rng.IntN(len(seen.Fresh))]
-	}
-	if k.rng.IntN(2) == 0 {
-		k.sleep(ctx, simTTL/4)
-	}
-	loan, err := c.Borrow(ctx, from, snapshot)
-	if err != nil {
-		return ""
-	}
-	w.count("loans")
-	return loan
 }
 
 func envUint(t *testing.T, name string, otherwise uint64) uint64 {
@@ -1024,7 +971,7 @@ func TestSim_hosts_that_fail_lose_no_sandbox_and_run_none_twice(t *testing.T) {
 		done += simSteps
 	}
 	t.Log(stats)
-	for _, what := range []string{"claims", "claims failed", "held", "commits", "deletes", "loans", "condemned", "removes", "sessions", "sessions gone on with", "revived", "interrupted"} {
+	for _, what := range []string{"claims", "claims failed", "held", "commits", "deletes", "condemned", "removes", "sessions", "sessions gone on with", "revived", "interrupted"} {
 		if stats[what] == 0 && steps >= 100_000 {
 			t.Errorf("the simulation has no %s", what)
 		}
