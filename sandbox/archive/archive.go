@@ -378,6 +378,10 @@ func (e *Entry) Files() (out []snapshot.SentFile) {
 
 // Copy implements snapshot.Source.
 func (e *Entry) Copy(ctx context.Context, i int, w io.Writer) error {
+	return e.copyFrom(ctx, e.a.store, i, w)
+}
+
+func (e *Entry) copyFrom(ctx context.Context, store blob.Store, i int, w io.Writer) error {
 	f, ref := e.m.Files[i], e.ref(i)
 	if f.isPlain() {
 		_, err := w.Write(f.Plain)
@@ -385,7 +389,7 @@ func (e *Entry) Copy(ctx context.Context, i int, w io.Writer) error {
 	}
 	x, err := e.index(ctx, i)
 	if err == nil {
-		err = x.get(ctx, e.a.store, ref.Key, w)
+		err = x.get(ctx, store, ref.Key, w)
 	}
 	if errors.Is(err, blob.ErrNotFound) {
 		err = fmt.Errorf("%w: it has been removed meanwhile, or a part of it is lost (%w)", ErrNotFound, err)

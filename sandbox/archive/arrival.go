@@ -174,10 +174,15 @@ func (h *Head) PullLater(ctx context.Context, s *state.Store, line *Line) (_ *Ar
 	a := h.arrival(s.FS, line)
 	defer a.closeIf(&err)
 	numbers, later := h.laterLayers()
+	have := map[int]bool{}
+	for _, l := range later {
+		have[numbers[l.Sum]] = s.MayHaveLayer(l)
+	}
+	a.readEarly(have)
 	begin := func(l *state.LaterLayer, path string) error {
 		return a.addLayer(ctx, h.e, numbers[l.Sum], path, os.O_CREATE|os.O_EXCL)
 	}
-	in, err := s.ReceiveLater(ctx, behindDoc{h.e, s.SystemDisks()}, state.ImportOptions{Trust: true}, later, begin)
+	in, err := s.ReceiveLater(ctx, behindDoc{a.head, a.store, s.SystemDisks()}, state.ImportOptions{Trust: true}, later, begin)
 	if err != nil {
 		return nil, err
 	}

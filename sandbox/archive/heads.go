@@ -61,6 +61,7 @@ func (h *Head) SealedFor() string { return h.e.SealedFor() }
 // behindDoc is a head without its document and the layers that come later. Its indexes were read.
 type behindDoc struct {
 	*Entry
+	store blob.Store // to read from
 	// local are files that may have the content of the disk with the agent, which most hosts have.
 	local []string
 }
@@ -91,7 +92,7 @@ func (b behindDoc) Copy(ctx context.Context, i int, w io.Writer) error {
 			}
 		}
 	}
-	return b.Entry.Copy(ctx, i, w)
+	return b.copyFrom(ctx, b.store, i, w)
 }
 
 // sameFile writes a local file to w, as far as it is the one that the index describes.

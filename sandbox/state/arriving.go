@@ -88,6 +88,16 @@ func (s *Store) ReceiveLater(ctx context.Context, src snapshot.Source, o ImportO
 // beginsAtOnce is how many layers begin to come at once.
 const beginsAtOnce = 8
 
+// MayHaveLayer reports whether the store has a layer that may have the content of another.
+func (s *Store) MayHaveLayer(l LaterLayer) bool {
+	for _, name := range []string{l.Base(), filepath.Base(l.Name)} {
+		if _, err := os.Lstat(filepath.Join(s.LayerDir(), name)); err == nil {
+			return true
+		}
+	}
+	return false
+}
+
 // layerLike returns the name of a layer of this store that has the content of another; empty if there is none.
 func (s *Store) layerLike(ctx context.Context, l *LaterLayer) string {
 	if _, err := os.Lstat(filepath.Join(s.LayerDir(), l.Base())); err == nil {
