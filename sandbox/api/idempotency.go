@@ -30,9 +30,12 @@ const (
 type keys struct {
 	mu   sync.Mutex // guards what follows
 	all  map[keyOf]*answered
-	of   map[caller]int // by caller.sharing
-	held int            // bytes of all answers
+	of   map[caller]share // by caller.sharing
+	held int              // bytes of all answers
 }
+
+// share is what callers have that share a bound.
+type share struct{ keys, held int }
 
 type keyOf struct {
 	caller caller
@@ -111,7 +114,7 @@ func (k *keys) take(name keyOf, what [sha256.Size]byte) (a *answered, mine bool,
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.all == nil {
-		k.all, k.of = map[keyOf]*answered{}, map[caller]int{}
+		k.all, k.of = map[keyOf]*answered{}, map[caller]share{}
 	}
 	if a = k.all[name]; a != nil && time.Since(a.at) < keyTime {
 		if a.what != what {
@@ -123,37 +126,51 @@ func (k *keys) take(name keyOf, what [sha256.Size]byte) (a *answered, mine bool,
 		k.drop(name)
 	}
 	of := name.caller.sharing()
-	if k.of[of] >= maxKeysOfOne {
-		k.evict(func(n keyOf) bool { return n.caller.sharing() == of })
+	if k.of[of].keys >= maxKeysOfOne {
+		k.evict(func(n keyOf) int {
+			if n.caller.sharing() == of {
+				return 1
+			}
+			return 0
+		})
 	}
 	if len(k.all) >= maxKeys {
-		k.evict(func(keyOf) bool { return true })
+		k.evict(func(n keyOf) int { return k.of[n.caller.sharing()].keys })
 	}
-	if k.of[of] >= maxKeysOfOne || len(k.all) >= maxKeys {
+	if k.of[of].keys >= maxKeysOfOne || len(k.all) >= maxKeys {
 		return nil, false, own(wire.CodeBusy, "try again in a second", "too many requests with an Idempotency-Key are under way")
 	}
 	a = &answered{what: what, at: time.Now(), done: make(chan struct{})}
 	k.all[name] = a
-	k.of[of]++
+	k.count(name, 1, 0)
 	return a, true, nil
 }
 
 func (k *keys) drop(name keyOf) {
-	k.held -= len(k.all[name].doc)
+	bytes := len(k.all[name].doc)
 	delete(k.all, name)
-	of := name.caller.sharing()
-	if k.of[of]--; k.of[of] == 0 {
-		delete(k.of, of)
-	}
+	k.count(name, -1, -bytes)
 }
 
-// evict drops the oldest answer of those that may go, and reports whether there was one.
-func (k *keys) evict(may func(keyOf) bool) bool {
+func (k *keys) count(name keyOf, n, bytes int) {
+	of := name.caller.sharing()
+	s := share{k.of[of].keys + n, k.of[of].held + bytes}
+	if k.of[of] = s; s.keys == 0 {
+		delete(k.of, of)
+	}
+	k.held += bytes
+}
+
+// evict drops the oldest answer of those whose weight is highest, and reports whether there was one above 0. Weighed by
+// what its callers have, it is of those who have most: nobody pushes others out who have less.
+func (k *keys) evict(weight func(keyOf) int) bool {
 	var oldest keyOf
 	var found *answered
+	most := 0
 	for name, a := range k.all {
-		if may(name) && a.ok && (found == nil || a.at.Before(found.at)) {
-			oldest, found = name, a
+		w := weight(name)
+		if a.ok && w > 0 && (w > most || w == most && a.at.Before(found.at)) {
+			oldest, found, most = name, a, w
 		}
 	}
 	if found != nil {
@@ -169,8 +186,8 @@ func (k *keys) end(name keyOf, a *answered, ok bool, status int, doc []byte) {
 	a.ok, a.code = ok, status
 	if ok {
 		a.doc = doc
-		k.held += len(doc)
-		for k.held > maxKeysHeld && k.evict(func(n keyOf) bool { return n != name }) {
+		k.count(name, 0, len(doc))
+		for k.held > maxKeysHeld && k.evict(func(n keyOf) int { return k.of[n.caller.sharing()].held }) {
 		}
 	} else {
 		k.drop(name)
