@@ -89,8 +89,11 @@ func (s *Server) stream(w http.ResponseWriter, r *http.Request, op string, statu
 // still exists.
 const quietLine = 15 * time.Second
 
+// quietBegin is after how long an answer begins that has no line yet: until then an error has a status of its own.
+const quietBegin = 2 * time.Second
+
 // follow answers with lines of JSON, or server-sent events if Accept asks for them, until f returns. Its context ends
-// with the server, the caller's token or the client. Only give's first call may come late: then the answer begins.
+// with the server, the caller's token or the client.
 func (s *Server) follow(r *request, f func(ctx context.Context, give func(any) error) error) (int, any, error) {
 	sse := strings.Contains(r.Header.Get("Accept"), "text/event-stream")
 	kind := "application/x-ndjson"
@@ -106,7 +109,7 @@ func (s *Server) follow(r *request, f func(ctx context.Context, give func(any) e
 		line := func(text []byte) error {
 			mu.Lock()
 			defer mu.Unlock()
-			if text == nil && (!begun || time.Since(last) < quietLine/2) {
+			if text == nil && begun && time.Since(last) < quietLine/2 {
 				return nil
 			}
 			begun, last = true, time.Now()
@@ -126,7 +129,7 @@ func (s *Server) follow(r *request, f func(ctx context.Context, give func(any) e
 		quiet := make(chan struct{})
 		var ticks sync.WaitGroup
 		ticks.Go(func() {
-			tick := time.NewTicker(quietLine)
+			tick := time.NewTimer(quietBegin)
 			defer tick.Stop()
 			for {
 				select {
@@ -134,6 +137,7 @@ func (s *Server) follow(r *request, f func(ctx context.Context, give func(any) e
 					if line(nil) != nil {
 						return
 					}
+					tick.Reset(quietLine)
 				case <-quiet:
 					return
 				}

@@ -599,6 +599,32 @@ func TestFlows_beyond_the_bound_are_left_out_and_said(t *testing.T) {
 	}
 }
 
+// Its client has an answer before there is anything to tell, and an error has its status.
+func TestFlows_are_followed_before_there_is_one(t *testing.T) {
+	s := serve(t)
+	s.made(t, "a")
+	plain := http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		var d net.Dialer
+		return d.DialContext(ctx, "unix", s.path)
+	}}}
+	for name, want := range map[string]int{"a": http.StatusOK, "b": http.StatusNotFound} {
+		ctx, cancel := context.WithCancel(t.Context())
+		r, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://drowse/v1/sandboxes/"+name+"/flows/follow", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp, err := plain.Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if resp.StatusCode != want {
+			t.Errorf("%s: %s", name, resp.Status)
+		}
+		cancel()
+		resp.Body.Close()
+	}
+}
+
 func TestConsole_is_never_taken_for_a_page(t *testing.T) {
 	s := serve(t)
 	s.made(t, "a")
