@@ -120,7 +120,7 @@ test-unit: check-go $(REPORT)
 	$(GO_TEST) -json -short -p 4 -timeout 10m ./... | $(REPORT)
 
 # scale-sim simulates hosts that fail, with the ledger's own code, for many steps, and then 10,000 hosts of which a third dies, on a store with the
-# limits of S3: two minutes and 6 GiB. SEED is that of the first 5,000 steps. Less: make scale-sim STEPS=100000 SIM_HOSTS=1000 SIM_WAKES=100.
+# limits of S3: seven minutes and 1 GiB. SEED is that of the first 5,000 steps. Less: make scale-sim STEPS=100000 SIM_HOSTS=1000 SIM_WAKES=100.
 .PHONY: scale-sim
 scale-sim: check-go
 	DROWSE_SIM_STEPS=$(or $(STEPS),10000000) DROWSE_SIM_SEED=$(or $(SEED),1) $(GO_TEST) -count 1 -timeout 3h -v -run TestSim ./sandbox/archive/ledger
