@@ -252,7 +252,7 @@ func beGuest(dir string) error {
 	if passwd, err := os.ReadFile("/etc/passwd"); err != nil {
 		return err
 	} else if !strings.Contains(string(passwd), "\nuser:") {
-		passwd = append(passwd, "user:x:31000:31000::/home/user:/bin/bash\n"...)
+		passwd = append(passwd, "user:*:31000:31000::/home/user:/bin/bash\n"...)
 		group, err := os.ReadFile("/etc/group")
 		if err != nil {
 			return err
