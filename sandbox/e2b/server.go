@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -343,7 +344,7 @@ func (s *Server) Authorize(ctx context.Context, to gateway.Route, header http.He
 		}
 	}
 	return gateway.Grant{
-		Wake: b.meta.E2B.Resume, Host: b.meta.E2B.Network.Host, Owner: b.meta.Owner,
+		Wake: b.meta.E2B.Resume, Host: b.meta.E2B.Network.Host, HTTPS: slices.Contains(b.meta.E2B.Network.HTTPSPorts, to.Port), Owner: b.meta.Owner,
 		Hide: []string{headerSandbox, headerPort, headerTraffic, headerEnvd},
 	}, nil
 }
