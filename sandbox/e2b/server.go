@@ -368,6 +368,8 @@ func (s *Server) refuse(w http.ResponseWriter, r *http.Request, f *gateway.Refus
 		f.Status, a.Code, a.Message = http.StatusBadGateway, http.StatusBadGateway, notThere
 		title = "Sandbox Not Found"
 	}
+	// Pages of other origins may know why there is no answer.
+	w.Header().Set("Access-Control-Allow-Origin", "*")
 	if !strings.HasPrefix(r.UserAgent(), "Mozilla/") {
 		f.WriteJSON(w, a)
 		return

@@ -505,8 +505,14 @@ it('kill of a paused one', () => alone({}, async s => {
 it('pause without memory, and a reboot', () => alone({}, async s => {
   await s.files.write('kept', 'kept')
   await s.commands.run('sleep 1000', { background: true })
+  const boot = async () => (await s.commands.run('cat /proc/sys/kernel/random/boot_id')).stdout
+  const first = await boot()
+  await pause(s)
+  await Sandbox.connect(s.sandboxId)
+  assert.equal(await boot(), first)
   await s.pause({ keepMemory: false })
   const c = await Sandbox.connect(s.sandboxId)
+  assert.notEqual(await boot(), first)
   assert.equal(await c.files.read('kept'), 'kept')
   assert.equal((await c.commands.list()).length, 0)
 }), ['newest'])
@@ -656,6 +662,7 @@ it('a server of the guest', () => alone({}, async s => {
   await until('the server', async () => (await get(s, 8000, '/index.html')).body === 'served')
   const closed = await get(s, 8001, '/')
   assert.deepEqual([closed.status, JSON.parse(closed.body).port, JSON.parse(closed.body).sandboxId], [502, 8001, s.sandboxId])
+  assert.equal(closed.headers['access-control-allow-origin'], '*')
   const page = await get(s, 8001, '/', { 'user-agent': 'Mozilla/5.0 (X11; Linux x86_64)' })
   assert.deepEqual([page.status, page.headers['content-type']], [502, 'text/html; charset=utf-8'])
   assert.match(page.body, /<title>Closed Port Error<\/title>/)
