@@ -275,6 +275,12 @@ test-e2b: check-go
 	fi; \
 	cd sandbox/e2b/e2btest; E2B_ONLY='$(E2B_ONLY)' $(GO_TEST) -count 1 -parallel 3 -timeout 10m -tags e2bnode -run TestNode
 
+# e2b-for has a command use such a server, as a test suite of others would: make e2b-for E2B_COMMAND='cd suite && npx vitest run'. The command finds it
+# by host names and TLS, or sets E2B_SANDBOX_URL=$E2B_API_URL. Guests have this machine's files, and no network.
+.PHONY: e2b-for
+e2b-for: check-go
+	@cd sandbox/e2b/e2btest && $(GO_TEST) -count 1 -timeout 10h -tags e2bnode -run TestServer_stands
+
 # test-recipes runs sandbox/e2b/e2btest/recipes: agent stacks that use the package e2b, with a model of its own.
 .PHONY: test-recipes
 test-recipes: check-go

@@ -16,7 +16,6 @@ type createBody struct {
 	Timeout         *int64            `json:"timeout"`
 	Metadata        map[string]string `json:"metadata"`
 	EnvVars         map[string]string `json:"envVars"`
-	MCP             json.RawMessage   `json:"mcp"`
 	AutoPause       bool              `json:"autoPause"`
 	AutoPauseMemory *bool             `json:"autoPauseMemory"`
 	AutoResume      *resumeBody       `json:"autoResume"`
@@ -26,6 +25,8 @@ type createBody struct {
 	VolumeMounts    json.RawMessage   `json:"volumeMounts"`
 	// Secure asks for a token, which is needed in any case.
 	Secure *bool `json:"secure"`
+	// MCP is for the client itself: it starts the program mcp-gateway of the template with it.
+	MCP json.RawMessage `json:"mcp"`
 }
 
 type resumeBody struct {
@@ -39,7 +40,6 @@ func (b *createBody) check() error {
 		raw  json.RawMessage
 		why  string
 	}{
-		{"mcp", b.MCP, "no server of the Model Context Protocol runs in a sandbox"},
 		{"iam", b.IAM, "no tokens of identities are issued"},
 		{"volumeMounts", b.VolumeMounts, "volumes are attached with drowse's own API"},
 	} {

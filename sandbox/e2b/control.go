@@ -111,6 +111,10 @@ func (s *Server) serveControl(w http.ResponseWriter, r *http.Request) {
 		}
 		return
 	}
+	if r.URL.Path == "/files" && r.URL.Query().Has("signature") {
+		s.answerError(w, r, answers.Fail(http.StatusBadRequest, "the URL names no sandbox: send the header %s, or make URLs with E2B_DOMAIN and without E2B_SANDBOX_URL", headerSandbox))
+		return
+	}
 	key, err := s.key(r)
 	if err != nil {
 		s.answerError(w, r, err)
@@ -689,6 +693,13 @@ func (s *Server) setNetwork(w http.ResponseWriter, r *http.Request, b *box) (int
 	if err := answers.Read(w, r, &body); err != nil {
 		return 0, nil, err
 	}
+	for name, set := range map[string]bool{
+		"allowPublicTraffic": body.AllowPublic != nil, "maskRequestHost": body.Host != "", "httpsPorts": body.HTTPSPorts != nil,
+	} {
+		if set {
+			return 0, nil, answers.Refused("network."+name, "it is set when a sandbox is created")
+		}
+	}
 	n, err := body.network(nil, s.opensPrivate(r))
 	if err != nil {
 		return 0, nil, err
@@ -703,7 +714,7 @@ func (s *Server) setNetwork(w http.ResponseWriter, r *http.Request, b *box) (int
 		return 0, nil, err
 	}
 	return http.StatusNoContent, nil, s.edit(r.Context(), b.Name(), func(l *spec.Metadata) {
-		n.Private, n.Host = l.E2B.Network.Private, l.E2B.Network.Host
+		n.Private, n.Host, n.HTTPSPorts = l.E2B.Network.Private, l.E2B.Network.Host, l.E2B.Network.HTTPSPorts
 		l.E2B.Network = n
 	})
 }
@@ -761,6 +772,7 @@ type networkOut struct {
 	DenyOut  []string `json:"denyOut,omitempty"`
 	Public   bool     `json:"allowPublicTraffic"`
 	Host     string   `json:"maskRequestHost,omitempty"`
+	HTTPS    []uint16 `json:"httpsPorts,omitempty"`
 }
 
 type lifecycleBody struct {
@@ -779,7 +791,7 @@ func (s *Server) detail(_ http.ResponseWriter, r *http.Request, b *box) (int, an
 	n := b.meta.E2B.Network
 	out := detailed{
 		listed: b.listed(), EnvdToken: t, Domain: s.domain(), Internet: !n.NoInternet && b.record.Spec.Network == spec.NetworkTAP,
-		Network: networkOut{n.AllowOut, n.DenyOut, !n.Private, n.Host}, Lifecycle: lifecycleBody{b.meta.E2B.Resume, "kill"},
+		Network: networkOut{n.AllowOut, n.DenyOut, !n.Private, n.Host, n.HTTPSPorts}, Lifecycle: lifecycleBody{b.meta.E2B.Resume, "kill"},
 	}
 	if b.meta.E2B.Pause {
 		out.Lifecycle.OnTimeout = "pause"

@@ -3,6 +3,7 @@ package e2b
 import (
 	"encoding/json"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"github.com/drowse-vm/drowse/internal/lazyregexp"
@@ -17,7 +18,7 @@ type networkBody struct {
 	DenyOut        []string        `json:"denyOut"`
 	AllowPublic    *bool           `json:"allowPublicTraffic"`
 	Host           string          `json:"maskRequestHost"`
-	HTTPSPorts     json.RawMessage `json:"httpsPorts"`
+	HTTPSPorts     []uint16        `json:"httpsPorts"`
 	EgressProxy    json.RawMessage `json:"egressProxy"`
 	Rules          json.RawMessage `json:"rules"`
 	AllowIPs       json.RawMessage `json:"allowIn"`
@@ -48,14 +49,18 @@ func (b networkBody) network(internet *bool, private bool) (spec.E2BNetwork, err
 	}{
 		{"network.egressProxy", b.EgressProxy, "traffic does not pass through a proxy of the client's"},
 		{"network.rules", b.Rules, "requests are not rewritten: drowse's own policies put secrets into them"},
-		{"network.httpsPorts", b.HTTPSPorts, "ports in the guest are reached by HTTP"},
 		{"network.allowIn", b.AllowIPs, "close the ports with allowPublicTraffic"},
 	} {
 		if !answers.Absent(f.raw) {
 			return spec.E2BNetwork{}, answers.Refused(f.name, f.why)
 		}
 	}
-	n := spec.E2BNetwork{AllowOut: b.AllowOut, DenyOut: b.DenyOut, Host: b.Host, Private: b.AllowPublic != nil && !*b.AllowPublic}
+	n := spec.E2BNetwork{
+		AllowOut: b.AllowOut, DenyOut: b.DenyOut, Host: b.Host, HTTPSPorts: b.HTTPSPorts, Private: b.AllowPublic != nil && !*b.AllowPublic,
+	}
+	if slices.Contains(b.HTTPSPorts, 0) || len(b.HTTPSPorts) > spec.MaxGatewayPorts {
+		return n, answers.Fail(400, "network.httpsPorts: use at most %d ports from 1 to 65535", spec.MaxGatewayPorts)
+	}
 	if b.InternetAccess != nil {
 		internet = b.InternetAccess
 	}

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -343,7 +344,7 @@ func (s *Server) Authorize(ctx context.Context, to gateway.Route, header http.He
 		}
 	}
 	return gateway.Grant{
-		Wake: b.meta.E2B.Resume, Host: b.meta.E2B.Network.Host, Owner: b.meta.Owner,
+		Wake: b.meta.E2B.Resume, Host: b.meta.E2B.Network.Host, HTTPS: slices.Contains(b.meta.E2B.Network.HTTPSPorts, to.Port), Owner: b.meta.Owner,
 		Hide: []string{headerSandbox, headerPort, headerTraffic, headerEnvd},
 	}, nil
 }
@@ -367,6 +368,8 @@ func (s *Server) refuse(w http.ResponseWriter, r *http.Request, f *gateway.Refus
 		f.Status, a.Code, a.Message = http.StatusBadGateway, http.StatusBadGateway, notThere
 		title = "Sandbox Not Found"
 	}
+	// Pages of other origins may know why there is no answer.
+	w.Header().Set("Access-Control-Allow-Origin", "*")
 	if !strings.HasPrefix(r.UserAgent(), "Mozilla/") {
 		f.WriteJSON(w, a)
 		return

@@ -24,6 +24,8 @@ type Grant struct {
 	IdleStreams bool
 	// Owner is whose requests they are for Limits.RequestsOfOwner; empty is nobody's.
 	Owner string
+	// HTTPS says that the server in the guest speaks HTTPS. Nobody checks its certificate: the connection is the VM's own.
+	HTTPS bool
 	// GuestTLS passes a raw connection on as it is, and TLS ends in the guest.
 	GuestTLS bool
 	// Hide are header fields that the guest must not see, besides HeaderToken, HeaderSandbox and HeaderPort.

@@ -433,7 +433,11 @@ func TestGateway_survives_hostile_servers_of_HTTP2(t *testing.T) {
 
 // A kill in the middle is no end: neither does a client take half an answer for a whole one, nor does it wait.
 func TestGateway_a_kill_in_the_middle_of_a_request_or_an_answer_is_told_to_each_client(t *testing.T) {
-	w := begin(t, nil)
+	t.Run("to HTTP", func(t *testing.T) { killInTheMiddle(t, begin(t, nil)) })
+	t.Run("to HTTPS", func(t *testing.T) { killInTheMiddle(t, beginHTTPS(t)) })
+}
+
+func killInTheMiddle(t *testing.T, w *world) {
 	for _, version := range []string{"HTTP/1.1", "HTTP/2"} {
 		for _, middle := range []string{"request", "server", "wait", "answer", "stream"} {
 			name := strings.ToLower(strings.NewReplacer("/", "", ".", "").Replace(version)) + middle

@@ -55,11 +55,12 @@ func (health) Watch(_ *grpc_health_v1.HealthCheckRequest, s grpc_health_v1.Healt
 }
 
 func TestGateway_gRPC_passes_with_and_without_TLS(t *testing.T) {
-	for name, encrypted := range map[string]bool{"h2c": false, "TLS": true} {
+	for name, c := range map[string]struct{ encrypted, https bool }{"h2c": {}, "TLS": {encrypted: true}, "h2c and TLS in the guest": {https: true}} {
 		t.Run(name, func(t *testing.T) {
 			cert, key, pool := certificate(t, t.TempDir(), 1, "*."+domain)
-			w := begin(t, func(_ *gateway.Options, l *gateway.Listeners) {
-				if !encrypted {
+			w := begin(t, func(o *gateway.Options, l *gateway.Listeners) {
+				o.Authorizer = authorizer(func(http.Header) (gateway.Grant, error) { return gateway.Grant{Wake: true, HTTPS: c.https}, nil })
+				if !c.encrypted {
 					return
 				}
 				var err error
@@ -69,14 +70,22 @@ func TestGateway_gRPC_passes_with_and_without_TLS(t *testing.T) {
 			})
 			w.create("g", nil, spec.Idle{})
 			l := listen(t)
-			s := grpc.NewServer()
+			var o []grpc.ServerOption
+			if c.https {
+				own, err := credentials.NewServerTLSFromFile(cert, key)
+				if err != nil {
+					t.Fatal(err)
+				}
+				o = append(o, grpc.Creds(own))
+			}
+			s := grpc.NewServer(o...)
 			grpc_health_v1.RegisterHealthServer(s, health{})
 			go func() { _ = s.Serve(l) }()
 			t.Cleanup(s.Stop)
 			w.listens("g", "127.0.0.1:50051", l.Addr().String())
 			w.sleep("g")
 			creds := insecure.NewCredentials()
-			if encrypted {
+			if c.encrypted {
 				creds = credentials.NewTLS(&tls.Config{RootCAs: pool})
 			}
 			c, err := grpc.NewClient("passthrough:///50051-g."+domain, grpc.WithTransportCredentials(creds),

@@ -48,6 +48,37 @@ func TestGateway_reaches_a_server_that_binds_to_the_loopback_of_IPv6_alone(t *te
 	}
 }
 
+func TestGateway_reaches_servers_that_speak_HTTPS(t *testing.T) {
+	w := beginHTTPS(t)
+	w.create("a", nil, spec.Idle{})
+	w.serves("a", 443, func(rw http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Upgrade") != "" {
+			echoes(rw, r)
+			return
+		}
+		fmt.Fprint(rw, r.Proto, " ", r.TLS != nil, " ", r.Host)
+	})
+	host := "443-a." + domain
+	if _, body := w.get(host); body != "HTTP/1.1 true "+host {
+		t.Error(body)
+	}
+	c, r := w.upgrade(host)
+	echo := make([]byte, 4)
+	if _, err := io.WriteString(c, "ping"); err != nil {
+		t.Error(err)
+	}
+	if _, err := io.ReadFull(r, echo); err != nil || string(echo) != "ping" {
+		t.Errorf("%q %v", echo, err)
+	}
+	c.Close()
+	w.answers("a", 80, func(c net.Conn) { _, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\n\r\n") })
+	for port, want := range map[int]string{80: "no TLS", 81: "closed"} {
+		if a, body := w.get(fmt.Sprintf("%d-a.%s", port, domain)); a.StatusCode != 502 {
+			t.Errorf("%s: %s %s", want, a.Status, body)
+		}
+	}
+}
+
 func TestGateway_is_closed_without_the_token_of_the_sandbox(t *testing.T) {
 	w := begin(t, nil)
 	var seen http.Header

@@ -2,6 +2,7 @@ package gateway
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
@@ -79,7 +80,11 @@ func (b *body) leave() {
 
 // got notes the connection to the guest that a request has.
 func (c *carry) got(i httptrace.GotConnInfo) {
-	if k, ok := i.Conn.(*conn); ok && c.stop != nil {
+	to := i.Conn
+	if t, ok := to.(*tls.Conn); ok {
+		to = t.NetConn()
+	}
+	if k, ok := to.(*conn); ok && c.stop != nil {
 		c.stop() // it is tried again
 		c.stop = context.AfterFunc(k.gone, c.body.interrupt)
 	}
@@ -171,6 +176,9 @@ func rewrite(p *httputil.ProxyRequest) {
 	p.SetXForwarded()
 	port := strconv.Itoa(int(c.to.Port))
 	p.Out.URL.Scheme, p.Out.URL.Host = "http", net.JoinHostPort("127.0.0.1", port)
+	if c.u.grant.HTTPS {
+		p.Out.URL.Scheme = "https"
+	}
 	p.Out.URL.RawQuery = p.In.URL.RawQuery // as it is: the gateway does not read it
 	p.Out.Host = p.In.Host
 	if c.u.grant.Host != "" {

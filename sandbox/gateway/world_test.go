@@ -46,6 +46,7 @@ type world struct {
 	gate *gateway.Gateway
 	addr string // of the gateway
 	raw  string // of its raw listener
+	tls  bool   // servers of guests speak HTTPS
 
 	mu      sync.Mutex
 	servers map[string]string // addresses of guests' servers by "name address"
@@ -130,7 +131,11 @@ func (w *world) serves(name string, port int, h http.HandlerFunc) *httptest.Serv
 	p.SetHTTP1(true)
 	p.SetUnencryptedHTTP2(true)
 	s.Config.Protocols = &p
-	s.Start()
+	if w.tls {
+		s.StartTLS()
+	} else {
+		s.Start()
+	}
 	w.t.Cleanup(s.Close)
 	w.listens(name, fmt.Sprintf("127.0.0.1:%d", port), s.Listener.Addr().String())
 	return s
@@ -157,6 +162,16 @@ func (w *world) answers(name string, port int, do func(net.Conn)) {
 		all.Wait()
 	})
 	w.listens(name, fmt.Sprintf("127.0.0.1:%d", port), l.Addr().String())
+}
+
+// beginHTTPS makes a world whose guests' servers speak HTTPS, with a certificate of nobody's.
+func beginHTTPS(t testing.TB) *world {
+	t.Helper()
+	w := begin(t, func(o *gateway.Options, _ *gateway.Listeners) {
+		o.Authorizer = authorizer(func(http.Header) (gateway.Grant, error) { return gateway.Grant{Wake: true, HTTPS: true}, nil })
+	})
+	w.tls = true
+	return w
 }
 
 // client returns a client for which every host is the gateway.

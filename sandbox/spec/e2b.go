@@ -45,6 +45,8 @@ type E2BNetwork struct {
 	Private bool `json:"private,omitempty"`
 	// Host replaces the Host of requests to the guest's ports: see Gateway.Host.
 	Host string `json:"host,omitempty"`
+	// HTTPSPorts are ports of the guest whose servers speak HTTPS.
+	HTTPSPorts []uint16 `json:"https_ports,omitempty"`
 }
 
 // MaxE2B is the most bytes of an E2B as JSON.
@@ -55,6 +57,7 @@ func (e E2B) Clone() *E2B {
 	out := e
 	out.Metadata, out.EnvVars = maps.Clone(e.Metadata), maps.Clone(e.EnvVars)
 	out.Network.AllowOut, out.Network.DenyOut = slices.Clone(e.Network.AllowOut), slices.Clone(e.Network.DenyOut)
+	out.Network.HTTPSPorts = slices.Clone(e.Network.HTTPSPorts)
 	return &out
 }
 

@@ -231,11 +231,28 @@ func beGuest(dir string) error {
 	if err := unix.Mount("/dev", root+"/dev", "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
 		return fmt.Errorf("/dev: %w", err)
 	}
+	// Each start of it is a boot, as that of a machine's kernel.
+	id, err := os.ReadFile("/proc/sys/kernel/random/uuid")
+	if err != nil {
+		return err
+	}
+	boot := filepath.Join(dir, "boot_id")
+	if err := os.WriteFile(boot, id, 0o444); err != nil {
+		return err
+	}
+	booted, err := os.Open(boot)
+	if err != nil {
+		return err
+	}
+	defer booted.Close()
 	if err := unix.Chroot(root); err != nil {
 		return err
 	}
 	if err := errors.Join(os.Chdir("/"), unix.Mount("proc", "/proc", "proc", 0, ""), unix.Sethostname([]byte("guest"))); err != nil {
 		return err
+	}
+	if err := unix.Mount(fmt.Sprintf("/proc/self/fd/%d", booted.Fd()), "/proc/sys/kernel/random/boot_id", "", unix.MS_BIND, ""); err != nil {
+		return fmt.Errorf("its boot_id: %w", err)
 	}
 	lo, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM, 0)
 	if err != nil {
@@ -252,7 +269,7 @@ func beGuest(dir string) error {
 	if passwd, err := os.ReadFile("/etc/passwd"); err != nil {
 		return err
 	} else if !strings.Contains(string(passwd), "\nuser:") {
-		passwd = append(passwd, "user:x:31000:31000::/home/user:/bin/bash\n"...)
+		passwd = append(passwd, "user:*:31000:31000::/home/user:/bin/bash\n"...)
 		group, err := os.ReadFile("/etc/group")
 		if err != nil {
 			return err

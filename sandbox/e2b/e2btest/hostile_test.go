@@ -315,13 +315,13 @@ func TestBody_is_refused_by_the_name_of_the_field(t *testing.T) {
 	for body, want := range map[string]string{
 		`{"templateID":"base","iam":{"tokens":{"a":{"audience":"b"}}}}`:                                "400 iam",
 		`{"templateID":"base","volumeMounts":[{"name":"v","path":"/v"}]}`:                              "400 volumeMounts",
-		`{"templateID":"base","mcp":{"x":{}}}`:                                                         "400 mcp",
 		`{"templateID":"base","autoPauseMemory":false}`:                                                "400 autoPauseMemory",
 		`{"templateID":"base","autoPause":true,"autoPauseMemory":false,"autoResume":{"enabled":true}}`: "400 autoPauseMemory",
 		`{"templateID":"base","autoResume":{"enabled":true}}`:                                          "400 autoResume",
 		`{"templateID":"base","autoResume":{"enabled":true,"after":1}}`:                                "400 after",
 		`{"templateID":"base","network":{"egressProxy":{"address":"a:1"}}}`:                            "400 egressProxy",
-		`{"templateID":"base","network":{"httpsPorts":[443]}}`:                                         "400 httpsPorts",
+		`{"templateID":"base","network":{"httpsPorts":[0]}}`:                                           "400 httpsPorts",
+		`{"templateID":"base","network":{"httpsPorts":[65536]}}`:                                       "400 body",
 		`{"templateID":"base","network":{"rules":{"a.b":[{"transform":{}}]}}}`:                         "400 rules",
 		`{"templateID":"base","network":{"denyOut":["example.com"]}}`:                                  "400 denyOut",
 		`{"templateID":"base","network":{"allowOut":["example.com"]}}`:                                 "400 allowOut",
@@ -402,6 +402,9 @@ func TestSignature_is_for_one_file_one_operation_and_one_user(t *testing.T) {
 			t.Errorf("%s: %d %s", name, a.status, a.body)
 		}
 	}
+	if a := put(signed(m, "f", "write", "", later), "E2b-Sandbox-Id", ""); a.status != http.StatusBadRequest || !strings.Contains(a.body, "names no sandbox") {
+		t.Error("without a sandbox:", a)
+	}
 	if a := put(signed(m, "f", "write", "", later), "X-Access-Token", "wrong"); a.status != http.StatusUnauthorized {
 		t.Error("beside a wrong token:", a)
 	}
@@ -442,6 +445,11 @@ func TestSandbox_through_its_life(t *testing.T) {
 	step(404, "POST", id+"/timeout", map[string]any{"timeout": 10})
 	step(409, "POST", id+"/snapshots", nil)
 	step(409, "PUT", id+"/network", map[string]any{})
+	for field, value := range map[string]any{"allowPublicTraffic": false, "maskRequestHost": "a", "httpsPorts": []int{443}} {
+		if a := step(400, "PUT", id+"/network", map[string]any{field: value}); !strings.Contains(a.body, field) {
+			t.Error(a)
+		}
+	}
 	// It has a new time, which may be a shorter one.
 	var again made
 	a := step(201, "POST", "/v2"+id+"/connect", map[string]any{"timeout": 60})

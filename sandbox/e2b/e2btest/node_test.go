@@ -94,6 +94,26 @@ func TestNode_the_unmodified_package_e2b(t *testing.T) {
 	}
 }
 
+// TestServer_stands_for_a_command has a shell's command use a server, as a test suite of others would.
+func TestServer_stands_for_a_command(t *testing.T) {
+	command := os.Getenv("E2B_COMMAND")
+	if command == "" {
+		t.Skip("there is no command: make e2b-for E2B_COMMAND=COMMAND")
+	}
+	lookup, err := filepath.Abs("node/lookup.mjs")
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := beginWith(t, newGuests(t), true, nil)
+	cmd := exec.CommandContext(t.Context(), "/bin/bash", "-c", command)
+	cmd.Env = append(os.Environ(), "E2B_API_KEY="+w.key, "E2B_API_URL="+w.url, "E2B_DOMAIN="+domain+":"+w.port, "DROWSE_DOMAIN="+domain,
+		"NODE_EXTRA_CA_CERTS="+w.ca, "NODE_OPTIONS=--import="+lookup)
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	if err := cmd.Run(); err != nil {
+		t.Error(err)
+	}
+}
+
 // interpreterSource returns the kernel server of the image code-interpreter, or "" where its packages are missing.
 func interpreterSource(t *testing.T) string {
 	if out, err := exec.CommandContext(t.Context(), "/usr/bin/python3", "-c", "import ipykernel, jupyter_client, tornado").CombinedOutput(); err != nil {

@@ -81,6 +81,7 @@ export type CloneRequest = {
         allow_out?: Array<string> | null;
         deny_out?: Array<string> | null;
         host?: string;
+        https_ports?: Array<number> | null;
         no_internet?: boolean;
         private?: boolean;
       };
@@ -211,6 +212,7 @@ export type CreateRequest = {
         allow_out?: Array<string> | null;
         deny_out?: Array<string> | null;
         host?: string;
+        https_ports?: Array<number> | null;
         no_internet?: boolean;
         private?: boolean;
       };

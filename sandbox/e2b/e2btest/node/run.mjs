@@ -505,8 +505,14 @@ it('kill of a paused one', () => alone({}, async s => {
 it('pause without memory, and a reboot', () => alone({}, async s => {
   await s.files.write('kept', 'kept')
   await s.commands.run('sleep 1000', { background: true })
+  const boot = async () => (await s.commands.run('cat /proc/sys/kernel/random/boot_id')).stdout
+  const first = await boot()
+  await pause(s)
+  await Sandbox.connect(s.sandboxId)
+  assert.equal(await boot(), first)
   await s.pause({ keepMemory: false })
   const c = await Sandbox.connect(s.sandboxId)
+  assert.notEqual(await boot(), first)
   assert.equal(await c.files.read('kept'), 'kept')
   assert.equal((await c.commands.list()).length, 0)
 }), ['newest'])
@@ -619,9 +625,6 @@ it('update', () => alone({}, async s => { await s.updateNetwork({ denyOut: ['10.
 it('a proxy of the client is refused by name', async () => {
   await assert.rejects(Sandbox.create(template, { network: { egressProxy: { address: '127.0.0.1:1080' } } }), /egressProxy/)
 }, ['newest'])
-it('what changes isolation is refused by name', async () => {
-  await assert.rejects(Sandbox.create(template, { mcp: { browserbase: {} } }), /mcp|template/)
-}, ['newest'])
 
 on('secure, signatures')
 it('urls with signatures', () => alone({ secure: true }, async s => {
@@ -659,6 +662,7 @@ it('a server of the guest', () => alone({}, async s => {
   await until('the server', async () => (await get(s, 8000, '/index.html')).body === 'served')
   const closed = await get(s, 8001, '/')
   assert.deepEqual([closed.status, JSON.parse(closed.body).port, JSON.parse(closed.body).sandboxId], [502, 8001, s.sandboxId])
+  assert.equal(closed.headers['access-control-allow-origin'], '*')
   const page = await get(s, 8001, '/', { 'user-agent': 'Mozilla/5.0 (X11; Linux x86_64)' })
   assert.deepEqual([page.status, page.headers['content-type']], [502, 'text/html; charset=utf-8'])
   assert.match(page.body, /<title>Closed Port Error<\/title>/)
@@ -672,6 +676,28 @@ it('a private one wants the traffic token', () => alone({ network: { allowPublic
   assert.ok(s.trafficAccessToken)
   await until('the server', async () => (await get(s, 8000, '/', { 'e2b-traffic-access-token': s.trafficAccessToken })).status === 200)
 }), ['network'])
+it('a server that speaks HTTPS', () => alone({ network: { httpsPorts: [8443] } }, async s => {
+  await s.files.write('serve.py', `import http.server, ssl
+class H(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"encrypted")
+server = http.server.HTTPServer(("127.0.0.1", 8443), H)
+c = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+c.load_cert_chain("cert.pem", "key.pem")
+server.socket = c.wrap_socket(server.socket, server_side=True)
+server.serve_forever()
+`)
+  await s.commands.run('openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=any -keyout key.pem -out cert.pem')
+  await s.commands.run('exec python3 serve.py', { background: true, timeoutMs: 0 })
+  await until('the server', async () => (await get(s, 8443, '/')).body === 'encrypted')
+  assert.deepEqual((await s.getInfo()).network.httpsPorts, [8443])
+  if (s.updateNetwork) {
+    await s.updateNetwork({ denyOut: ['8.8.8.8'] })
+    assert.equal((await get(s, 8443, '/')).body, 'encrypted')
+  }
+}), ['newest'])
 
 on('templates')
 const { Template } = e2b
@@ -714,6 +740,13 @@ it('tags', async () => {
   await Template.removeTags('tagged', ['v1', 'a', 'b'])
   assert.equal(await Template.exists('tagged:b'), false)
 }, ['tags'])
+it('its program mcp-gateway gets what mcp says, and its failure ends the sandbox', async () => {
+  await build('mcp', t => t.runCmd('printf "#!/bin/sh\\necho \\$2 > /tmp/mcp" > /usr/local/bin/mcp-gateway; chmod 755 /usr/local/bin/mcp-gateway', { user: 'root' }))
+  const s = await Sandbox.create('mcp', { mcp: { a: { b: 1 } } })
+  try { assert.deepEqual(JSON.parse(await s.files.read('/tmp/mcp')), { a: { b: 1 } }) } finally { await s.kill() }
+  await assert.rejects(Sandbox.create(template, { mcp: { a: {} }, metadata: { mcp: 'none' } }), /MCP gateway/)
+  assert.deepEqual(await list({ query: { metadata: { mcp: 'none' } } }), [])
+}, ['newest'])
 
 on('code interpreter')
 // The unmodified @e2b/code-interpreter shares the package e2b. DROWSE_INTERPRETER is the server for the guest.

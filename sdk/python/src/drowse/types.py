@@ -105,6 +105,7 @@ CloneRequestMetadataE2bNetwork = TypedDict("CloneRequestMetadataE2bNetwork", {
     "allow_out": NotRequired["list[str] | None"],
     "deny_out": NotRequired["list[str] | None"],
     "host": NotRequired["str"],
+    "https_ports": NotRequired["list[int] | None"],
     "no_internet": NotRequired["bool"],
     "private": NotRequired["bool"],
 })
@@ -265,6 +266,7 @@ CreateRequestMetadataE2bNetwork = TypedDict("CreateRequestMetadataE2bNetwork", {
     "allow_out": NotRequired["list[str] | None"],
     "deny_out": NotRequired["list[str] | None"],
     "host": NotRequired["str"],
+    "https_ports": NotRequired["list[int] | None"],
     "no_internet": NotRequired["bool"],
     "private": NotRequired["bool"],
 })
