@@ -259,7 +259,8 @@ func (g *cgroup) limit(l, old Limits) error {
 			return nil
 		}
 		if g.dir[c] == "" {
-			return fmt.Errorf("%w: mount the controller %s, or set no limit", ErrNoCgroup, controllerNames[c])
+			return fmt.Errorf("%w: this process may make no cgroups with the controller %s: mount it, run as a unit of systemd with "+
+				"Delegate=yes (`systemd-run --user --scope -p Delegate=yes`), or set no limit", ErrNoCgroup, controllerNames[c])
 		}
 		file, text := file1, text1
 		if g.v2[c] {
