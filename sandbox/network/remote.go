@@ -141,7 +141,8 @@ func dialHelper(path string) (*os.File, error) {
 	return f, nil
 }
 
-// helperWait is how long a helper may take. Its kernel may have to verify programs first, which an emulated processor needs a minute for.
+// helperWait is how long a helper may take. Its kernel may have to verify programs first, which an emulated processor
+// needs a minute for.
 const helperWait = 5 * time.Minute
 
 func (r *remote) call(method string, arg, reply any) ([]*os.File, error) {

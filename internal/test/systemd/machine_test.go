@@ -74,8 +74,8 @@ func debian(t *testing.T) string {
 	return path
 }
 
-// newMachine makes a Debian with drowse's programs in /usr/local/bin, a checkout's contrib in /root, and a kernel and an
-// image in /opt/seed.
+// newMachine makes a Debian with drowse's programs in /usr/local/bin, a checkout's contrib in /root, and kernels and
+// images in /opt/seed.
 func newMachine(t *testing.T) *machine {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -117,7 +117,7 @@ cd "$1"
 for u in dev eve mallory; do chroot . useradd -m -s /bin/bash $u; done
 chroot . adduser --quiet eve kvm
 for h in root home/dev home/eve home/mallory; do
-	mkdir -m 700 $h/.ssh; cp "$2.pub" $h/.ssh/authorized_keys; chown -R --reference=$h $h/.ssh
+	mkdir -p $h/.ssh; cp "$2.pub" $h/.ssh/authorized_keys; chmod 700 $h/.ssh; chown -R --reference=$h $h/.ssh
 done
 chroot . systemctl --quiet enable systemd-networkd ssh
 chroot . systemctl --quiet mask systemd-networkd-wait-online.service apt-daily.timer apt-daily-upgrade.timer
