@@ -108,8 +108,9 @@ until p=`+pid+`; [ $p != 0 ] && [ $p != $before ] && systemctl -q is-active drow
 		}
 		// One that the kernel kills for memory takes no other along.
 		m.does(t, root, "before="+pid+`
-until pgrep -f 'drowse-vmm .*standby'; do sleep 1; done
-for p in $(pgrep -f 'drowse-vmm .*standby'); do echo 1000 >/proc/$p/oom_score_adj; done
+a=$(drowse ps -o json | sed -n 's/ *"pid": \([0-9]*\),/\1/p')
+until ahead=$(pgrep -f 'drowse-vmm .*standby' | grep -vx $a); do sleep 1; done
+for p in $ahead; do echo 1000 >/proc/$p/oom_score_adj; done
 echo f >/proc/sysrq-trigger
 until dmesg | grep 'Killed process.*drowse-vmm'; do sleep 1; done
 sleep 5
