@@ -150,9 +150,9 @@ func findHierarchies() (h hierarchies, err error) {
 // serviceSlice is the cgroup of contrib/systemd/drowse.service.
 const serviceSlice = "/drowse.slice"
 
-// parentOf returns below which cgroup of version 2 a keeper in path makes others. slice reports that it may do so in the
-// service's: for a keeper that root has started in a login, since in the slice of those, systemd takes controllers away
-// when others need them no more, and with them the limits. Others stay where their keeper's limits are.
+// parentOf returns below which cgroup of version 2 a keeper in path makes others. slice reports that it may do so in
+// the service's: for a keeper that root has started in a login, since systemd takes controllers away from the slice of
+// a login when others need them no more, and with them the limits. Others stay where their keeper's limits are.
 func parentOf(path string, slice bool) string {
 	if slice && strings.HasPrefix(path, "/user.slice/") {
 		return serviceSlice
