@@ -189,6 +189,12 @@ test-workloads-hard: workloads-state
 	@$(GO_BUILD) -ldflags '-s -w' -o bin/workloads-app ./internal/test/workloads/testdata/app/main.go
 	@DROWSE_WORKLOADS_APP=$(CURDIR)/bin/workloads-app $(GO_TEST) -tags workloads -count 1 -timeout 90m -v -run TestWorkloads -exec "$(CURDIR)/bin/hwkvm -memory 8192 --" ./internal/test/workloads
 
+# test-systemd has a Debian with systemd, in a machine whose processor is emulated, use contrib/systemd as docs/guides/operate.md says: half an hour.
+.PHONY: test-systemd
+test-systemd: test-state
+	@scripts/deps image demo test hard
+	@$(GO_TEST) -tags workloads -count 1 -timeout 3h -v -run TestUnits ./internal/test/systemd
+
 # test-browser has a Chromium open the page of drowse serve, on VMs in memory and once before a guest. It is not a part of test: the browser is 130 MB to download and
 # 440 MB to install.
 .PHONY: test-browser

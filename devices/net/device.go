@@ -87,6 +87,9 @@ type Device struct {
 	stats   Stats
 	link    atomic.Bool
 	held    atomic.Bool
+	// gone reports that the backend's interface was removed: the link is down for good. It is not part of the state, so
+	// that another backend has the link that this one had.
+	gone atomic.Bool
 
 	mu     sync.Mutex // guards what follows
 	mac    MAC
@@ -130,7 +133,7 @@ func (d *Device) ReadConfig(off uint32, p []byte) {
 	d.mu.Lock()
 	copy(config[configMAC:], d.mac[:])
 	d.mu.Unlock()
-	if d.link.Load() {
+	if d.up() {
 		binary.LittleEndian.PutUint16(config[configStatus:], statusLinkUp)
 	}
 	binary.LittleEndian.PutUint16(config[configMaxPairs:], 1)
@@ -190,7 +193,7 @@ func (d *Device) Reset() error {
 	}
 	d.engine = nil
 	// The next driver reads the status for itself.
-	d.told = d.link.Load()
+	d.told = d.up()
 	return nil
 }
 
@@ -214,8 +217,11 @@ func (d *Device) Release() {
 	}
 }
 
+// up reports whether the guest has a link.
+func (d *Device) up() bool { return d.link.Load() && !d.gone.Load() }
+
 // Link reports whether the link is up.
-func (d *Device) Link() bool { return d.link.Load() }
+func (d *Device) Link() bool { return d.up() }
 
 // Pause implements [devices.Pauser]. Before it stops, the device sends the guest's waiting frames as far as the
 // backend takes them, and gives the guest the backend's frames as far as it has buffers, a full queue at most.

@@ -12,4 +12,7 @@
 //
 // While the link is down the device does not read the TAP, so frames for a guest that is waking are not lost, and
 // drops what the guest sends. A device made with the link down keeps it down after Import, until SetLink.
+//
+// If the TAP's interface is removed, the link goes down (EBADFD). A Linux guest would do nothing about a device that
+// needs a reset, and its snapshot would keep that for good; so the next process has a link again.
 package net

@@ -141,7 +141,7 @@ func (e *engine) Settle() (err error) {
 	if !held {
 		err = e.pumpTX(queueSize)
 	}
-	if err == nil && e.dev.link.Load() && !held {
+	if err == nil && e.dev.up() && !held {
 		// The backend closes when the VM sleeps, and its frames are lost. Some are never sent again: a reset, or
 		// the last segment of a connection whose peer has gone.
 		err = e.pumpRX(queueSize)
@@ -175,7 +175,7 @@ func (e *engine) Turn() (time.Duration, error) {
 			wait = d
 		}
 	}
-	link := e.dev.link.Load()
+	link := e.dev.up()
 	if link != e.told {
 		sooner(0)
 	}
@@ -200,7 +200,7 @@ func (e *engine) Turn() (time.Duration, error) {
 
 // turn passes on a bounded number of frames and interrupts the guest once.
 func (e *engine) turn() error {
-	if link := e.dev.link.Load(); link != e.told {
+	if link := e.dev.up(); link != e.told {
 		e.told = link
 		if e.features&featureStatus != 0 {
 			e.irq.Config()
@@ -217,7 +217,7 @@ func (e *engine) turn() error {
 			return err
 		}
 	}
-	if e.readable && !e.starved && e.dev.link.Load() {
+	if e.readable && !e.starved && e.dev.up() {
 		if err := e.pumpRX(turnFrames); err != nil {
 			return err
 		}
@@ -262,7 +262,7 @@ func (e *engine) send(r *virtq.Reader) error {
 		e.stats.Malformed.Add(1)
 		return nil
 	}
-	if !e.dev.link.Load() {
+	if !e.dev.up() {
 		e.stats.LinkDown.Add(1)
 		return nil
 	}
@@ -280,6 +280,9 @@ func (e *engine) send(r *virtq.Reader) error {
 		e.retryAt = time.Now().Add(txRetry)
 		e.stats.Waits.Add(1)
 		return devices.ErrLater
+	case errors.Is(err, unix.EBADFD):
+		e.dev.gone.Store(true)
+		e.stats.LinkDown.Add(1)
 	case ofFrame(err):
 		e.stats.Refused.Add(1)
 	default:
@@ -292,7 +295,7 @@ func (e *engine) send(r *virtq.Reader) error {
 // bad descriptor or bad guest memory.
 func ofFrame(err error) bool {
 	var errno unix.Errno
-	return errors.As(err, &errno) && errno != unix.EFAULT && errno != unix.EBADFD && errno != unix.EBADF
+	return errors.As(err, &errno) && errno != unix.EFAULT && errno != unix.EBADF
 }
 
 // BackendError is a failure of the backend or of guest memory. The device then waits for a reset.
@@ -412,6 +415,9 @@ func (e *engine) receive() (bool, error) {
 	switch {
 	case errors.Is(err, unix.EAGAIN), err == nil && n == 0:
 		e.readable = false
+		return false, nil
+	case errors.Is(err, unix.EBADFD):
+		e.dev.gone.Store(true)
 		return false, nil
 	case err != nil:
 		return false, &BackendError{"receiving a frame", err}

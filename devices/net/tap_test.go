@@ -138,6 +138,35 @@ func TestUDP_crosses_a_TAP_both_ways(t *testing.T) {
 	}
 }
 
+func TestTAP_that_is_removed_takes_the_link_down_until_the_guest_has_another(t *testing.T) {
+	for name, notices := range map[string]func(*devicetest.Driver){
+		"when it is read":      func(d *devicetest.Driver) { d.Queue(queueRX).Submit(nil, 1700) },
+		"when the guest sends": func(d *devicetest.Driver) { d.Queue(queueTX).Do([][]byte{make([]byte, HeaderSize), frame(1, 100)}) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			d, dev := startOnTAP(t, devicetest.AllFeatures)
+			status := func() uint16 { return binary.LittleEndian.Uint16(d.Config(configStatus, 2)) }
+			link, err := netlink.LinkByName("drowse0")
+			must(t, err)
+			must(t, netlink.LinkDel(link))
+			notices(d)
+			until(t, "the guest's being told", func() bool { return d.ConfigChanges() == 1 })
+			if st := d.Status(); status() != 0 || dev.Link() || st&devicetest.StatusNeedsReset != 0 || d.HostError() != nil {
+				t.Errorf("the link is %d, the device's status %#x, %v", status(), st, d.HostError())
+			}
+			w := newWire(t)
+			next, err := New(d.Mem(), w, Config{MAC: testMAC})
+			must(t, err)
+			must(t, d.Move(next))
+			until(t, "the guest's being told of the next", func() bool { return d.ConfigChanges() == 2 })
+			d.Queue(queueTX).Do([][]byte{make([]byte, HeaderSize), frame(2, 100)})
+			if _, got := w.receive(t, 10*time.Second); serialOf(got) != 2 || status() != statusLinkUp {
+				t.Errorf("the link is %d, and %d came out", status(), serialOf(got))
+			}
+		})
+	}
+}
+
 func TestFlooded_TAP_does_not_freeze_when_buffers_come_back(t *testing.T) {
 	d, _ := startOnTAP(t, allButTSO)
 	host, err := stdnet.DialUDP("udp4", nil, &stdnet.UDPAddr{IP: stdnet.IPv4(10, 9, 0, 2), Port: 4000})

@@ -173,6 +173,7 @@ var rules = []rule{
 	// It takes the place of a VM's process, with every device.
 	{"internal/test/lazyram", []string{"snapshot", "snapshot/pager", "vmm/guestmem"}},
 	{"internal/test/hostileguest", []string{"vmm/...", "devices/...", "rootfs/disk"}},
+	{"internal/test/systemd", []string{"internal/test/hwkvm"}},
 	{"internal/test/workloads", []string{"sandbox/...", "netpolicy", "guest", "guest/forward"}},
 	{"internal/test/jailproofs", []string{"sandbox/...", "netpolicy", "guest", "devices/net/tap"}},
 }

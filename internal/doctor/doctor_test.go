@@ -12,6 +12,8 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/drowse-vm/drowse/sandbox/jail/confine"
+
+	"golang.org/x/sys/unix"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -290,6 +292,27 @@ func TestKernelRelease(t *testing.T) {
 	for release, want := range map[string][2]int{"6.1.0-56-amd64": {6, 1}, "6.18.44": {6, 18}, "5.10-rc1": {5, 10}, "6": {0, 0}, "": {0, 0}, "x.y": {0, 0}} {
 		if major, minor := version(release); [2]int{major, minor} != want {
 			t.Errorf("release %q is %d.%d, want %d.%d", release, major, minor, want[0], want[1])
+		}
+	}
+}
+
+func TestPrograms_of_a_user_are_loaded_by_a_helper_that_he_may_use(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "s")
+	if err := os.WriteFile(socket, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, tt := range []struct {
+		name, helper string
+		err          error
+		want         Status
+		says         string
+	}{
+		{"a helper", socket, unix.EPERM, OK, socket},
+		{"no helper", socket + "-none", unix.EPERM, Unknown, "drowse net helper"},
+		{"a kernel without eBPF", socket, unix.ENOSYS, Missing, "not implemented"},
+	} {
+		if got, detail := without(tt.err, tt.helper); got != tt.want || !strings.Contains(detail, tt.says) {
+			t.Errorf("%s: %s, %q, want %s and %q", tt.name, got, detail, tt.want, tt.says)
 		}
 	}
 }

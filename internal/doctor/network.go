@@ -11,6 +11,8 @@ import (
 	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
+
+	"github.com/drowse-vm/drowse/sandbox/network"
 )
 
 func (h host) network(g *group) {
@@ -47,6 +49,18 @@ func (h host) tun(g *group) {
 // noInterface is an index that no network interface has.
 const noInterface = 1<<31 - 1
 
+// without judges a program that could not be loaded: a helper at that socket loads those of users without root.
+func without(err error, helper string) (Status, string) {
+	detail := oneLine("loading a program: " + err.Error())
+	switch {
+	case !errors.Is(err, fs.ErrPermission):
+		return Missing, detail
+	case unix.Access(helper, unix.R_OK|unix.W_OK) == nil:
+		return OK, "the helper at " + helper + " loads programs for this user"
+	}
+	return Unknown, detail + ": run as root, or have `drowse net helper` let you use " + helper
+}
+
 // programs loads a program for tc that lets everything pass, and asks to attach it to a link that does not exist.
 // The kernel's error shows whether it has TCX.
 func programs(g *group) {
@@ -58,11 +72,11 @@ func programs(g *group) {
 		Type: ebpf.SchedCLS, License: "GPL", Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 0), asm.Return()},
 	})
 	if err != nil {
-		detail := oneLine("loading a program: " + err.Error())
-		if errors.Is(err, fs.ErrPermission) {
-			g.add("bpf", Unknown, detail+": run as root", needBPF)
+		status, detail := without(err, network.HelperPath())
+		if status == OK {
+			g.add("bpf", OK, detail, "")
 		} else {
-			g.add("bpf", Missing, detail, needBPF)
+			g.add("bpf", status, detail, needBPF)
 		}
 		g.add("tcx", Unknown, detail, needTCX)
 		return

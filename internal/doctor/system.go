@@ -22,7 +22,7 @@ var uffdFeatures = []string{
 }
 
 func (h host) userfaultfd(g *group) {
-	const cannotWake = "VMs run and sleep here, but cannot be woken"
+	const cannotWake = "VMs cannot be confined or woken here"
 	have, err := pager.Features()
 	switch {
 	case errors.Is(err, pager.ErrNotPermitted), errors.Is(err, pager.ErrNotSupported):

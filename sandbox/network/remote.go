@@ -26,6 +26,9 @@ import (
 // HelperSocket is where a Helper listens, unless hostnet.HelperEnv names another place.
 const HelperSocket = "/run/drowse-net.sock"
 
+// HelperPath returns the socket of the helper that this process would use.
+func HelperPath() string { return cmp.Or(os.Getenv(hostnet.HelperEnv), HelperSocket) }
+
 // ErrNoHelper means that this process lacks the rights for a network, and that no helper lends them.
 var ErrNoHelper = errors.New("only root may add a TAP device to the host and judge its packets by eBPF")
 
@@ -99,7 +102,7 @@ func (s *stream) end() error {
 
 // borrow has a helper make a TAP device.
 func borrow(n *Network) (_ *remote, _ *tap.Device, err error) {
-	path := cmp.Or(os.Getenv(hostnet.HelperEnv), HelperSocket)
+	path := HelperPath()
 	f, err := dialHelper(path)
 	if err != nil {
 		return nil, nil, fmt.Errorf("%w; its helper does not answer: %w: have the administrator start it (`drowse net helper --help`) "+
@@ -138,8 +141,9 @@ func dialHelper(path string) (*os.File, error) {
 	return f, nil
 }
 
-// helperWait is how long a helper may take. Its kernel may have to verify programs first.
-const helperWait = time.Minute
+// helperWait is how long a helper may take. Its kernel may have to verify programs first, which an emulated processor
+// needs a minute for.
+const helperWait = 5 * time.Minute
 
 func (r *remote) call(method string, arg, reply any) ([]*os.File, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), helperWait)

@@ -121,10 +121,8 @@ func findHierarchies() (h hierarchies, err error) {
 				return
 			}
 			in := below(path)
-			if path != "/" {
-				path = filepath.Dir(path)
-			}
-			dir := below(path)
+			slice := below(serviceSlice)
+			dir := below(parentOf(path, os.Geteuid() == 0 && writable(slice)))
 			// The child comes from beside its cgroup: cgroups(7), "Delegation containment rules".
 			if !writable(dir) || !writable(filepath.Join(dir, "cgroup.procs")) {
 				return
@@ -147,6 +145,19 @@ func findHierarchies() (h hierarchies, err error) {
 		}
 	})
 	return h, err
+}
+
+// serviceSlice is the cgroup of contrib/systemd/drowse.service.
+const serviceSlice = "/drowse.slice"
+
+// parentOf returns below which cgroup of version 2 a keeper in path makes others. slice reports that it may do so in
+// the service's: for a keeper that root has started in a login, since systemd takes controllers away from the slice of
+// a login when others need them no more, and with them the limits. Others stay where their keeper's limits are.
+func parentOf(path string, slice bool) string {
+	if slice && strings.HasPrefix(path, "/user.slice/") {
+		return serviceSlice
+	}
+	return filepath.Dir(path) // of "/" it is "/"
 }
 
 func writable(path string) bool { return path != "" && unix.Access(path, unix.W_OK) == nil }
@@ -259,7 +270,8 @@ func (g *cgroup) limit(l, old Limits) error {
 			return nil
 		}
 		if g.dir[c] == "" {
-			return fmt.Errorf("%w: mount the controller %s, or set no limit", ErrNoCgroup, controllerNames[c])
+			return fmt.Errorf("%w: this process may make no cgroups with the controller %s: mount it, run as a unit of systemd with "+
+				"Delegate=yes (`systemd-run --user --scope -p Delegate=yes`), or set no limit", ErrNoCgroup, controllerNames[c])
 		}
 		file, text := file1, text1
 		if g.v2[c] {

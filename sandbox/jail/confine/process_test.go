@@ -956,6 +956,24 @@ func TestLimits_of_a_running_child_hold_for_files_and_locked_memory(t *testing.T
 	}
 }
 
+func TestCgroups_of_a_login_of_root_are_in_the_service_s_slice(t *testing.T) {
+	for _, tt := range []struct {
+		path  string
+		slice bool
+		want  string
+	}{
+		{"/", true, "/"},
+		{"/user.slice/user-0.slice/session-1.scope", true, "/drowse.slice"},
+		{"/user.slice/user-0.slice/session-1.scope", false, "/user.slice/user-0.slice"},
+		{"/drowse.slice/drowse.service", true, "/drowse.slice"},
+		{"/limited.slice/embedder.service", true, "/limited.slice"},
+	} {
+		if got := parentOf(tt.path, tt.slice); got != tt.want {
+			t.Errorf("%+v: %s", tt, got)
+		}
+	}
+}
+
 func TestLimits_without_a_controller_are_an_error(t *testing.T) {
 	for _, l := range []Limits{{MemoryBytes: 1}, {Pids: 1}, {CPUWeight: 1}, {CPUMax: 1}, {IOWeight: 1}, {IO: IOMax{Device: "8:0", ReadOps: 1}}} {
 		if err := (&cgroup{}).limit(l, Limits{}); !errors.Is(err, ErrNoCgroup) {
