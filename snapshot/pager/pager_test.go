@@ -18,6 +18,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"github.com/drowse-vm/drowse/internal/test/racetest"
 	"github.com/drowse-vm/drowse/snapshot"
 	"github.com/drowse-vm/drowse/vmm/guestmem"
 )
@@ -974,7 +975,11 @@ func TestA_fault_allocates_nothing(t *testing.T) {
 	if faults < 150 {
 		t.Error("there were hardly any faults")
 	}
-	if n != 0 {
+	most := 0.0
+	if racetest.Enabled {
+		most = 2 // it takes a quarter away of what is put into pools
+	}
+	if n > most {
 		t.Errorf("%v allocations for each touch", n)
 	}
 }
