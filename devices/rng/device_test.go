@@ -90,6 +90,7 @@ func TestFailing_source_gives_the_device_up(t *testing.T) {
 	d := start(t, io.LimitReader(&pattern{}, 100))
 	r := d.Queue(0).Submit(nil, 200)
 	devicetest.WaitFor(t, "NEEDS_RESET", func() bool { return d.Status()&devicetest.StatusNeedsReset != 0 })
+	devicetest.WaitFor(t, "the owner to be told", func() bool { return d.HostError() != nil }) // right after the driver
 	if err := d.HostError(); !errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, virtq.ErrDriver) {
 		t.Errorf("the owner was told %v", err)
 	}
