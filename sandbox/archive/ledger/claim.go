@@ -114,6 +114,9 @@ func (s *Session) tidy(ctx context.Context) {
 	s.mu.Lock()
 	families := sortedKeys(s.loose)
 	s.mu.Unlock()
+	if len(families) == 0 {
+		return
+	}
 	ctx, cancel := within(ctx, s.l.clock, s.l.ttl/renewals/2)
 	defer cancel()
 	for _, family := range families {

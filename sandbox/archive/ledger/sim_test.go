@@ -167,17 +167,25 @@ func (p *proc) ask(ctx context.Context, c *call) result {
 	if ctx.Err() != nil {
 		return result{err: ctx.Err()}
 	}
+	if !p.call(ctx, c) {
+		return result{err: errCrash}
+	}
+	return p.await(ctx, c)
+}
+
+// call begins a call. It reports false if the process is dead.
+func (p *proc) call(ctx context.Context, c *call) bool {
 	c.p, c.reply = p, make(chan result, 1)
 	c.label, _ = ctx.Value(labelKey{}).(string)
 	p.w.mu.Lock()
-	dead := p.dead
-	if !dead {
+	defer p.w.mu.Unlock()
+	if !p.dead {
 		p.w.fresh = append(p.w.fresh, c)
 	}
-	p.w.mu.Unlock()
-	if dead {
-		return result{err: errCrash}
-	}
+	return !p.dead
+}
+
+func (p *proc) await(ctx context.Context, c *call) result {
 	select {
 	case r := <-c.reply:
 		return r
@@ -757,10 +765,14 @@ func (k *worker) impatient(ctx context.Context) (context.Context, context.Cancel
 	if k.rng.IntN(4) == 0 {
 		d := time.Duration(k.rng.Int64N(int64(simTTL / 5)))
 		label, _ := ctx.Value(labelKey{}).(string)
-		go func() {
-			_ = k.p.Sleep(context.WithValue(ctx, labelKey{}, label+"'s patience"), d)
-			cancel()
-		}()
+		patience := &call{op: "sleep", d: d}
+		// At once: what it is for may be over before a goroutine runs.
+		if k.p.call(context.WithValue(ctx, labelKey{}, label+"'s patience"), patience) {
+			go func() {
+				k.p.await(ctx, patience)
+				cancel()
+			}()
+		}
 	}
 	return ctx, cancel
 }
