@@ -248,6 +248,7 @@ func (o *Output) attach(offset uint64) (start, reader uint64) {
 	o.next = min(max(offset, o.start), o.end)
 	o.taken = o.next
 	o.state = held
+	o.writable.Broadcast() // it may have more than it had acknowledged
 	poke(o.readable)
 	return o.next, o.reader
 }

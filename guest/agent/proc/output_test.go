@@ -54,6 +54,31 @@ func TestOutput_that_is_held_waits_without_a_reader_and_has_half_of_its_limit_ag
 	})
 }
 
+// A reader may have more than it had acknowledged when it was cut off, and have all: then it acknowledges nothing more.
+func TestOutput_that_is_held_goes_on_for_a_reader_that_comes_back_with_all_of_it(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const limit = 4 * firstOutput
+		o := newOutput(limit, true)
+		o.hold = true
+		o.attach(0)
+		go func() {
+			o.Write(false, make([]byte, limit))
+			o.Write(false, []byte("more"))
+		}()
+		synctest.Wait()
+		o.detach(held)
+		synctest.Wait()
+		if start, _ := o.attach(limit); start != limit {
+			t.Fatalf("attached at %d", start)
+		}
+		synctest.Wait()
+		if _, end := o.Bounds(); end != limit+4 {
+			t.Errorf("the writer waits at %d", end)
+		}
+		o.detach(dropped)
+	})
+}
+
 func TestOutput_random_writes_and_reads_keep_order_streams_and_bounds(t *testing.T) {
 	for seed := range uint64(50) {
 		r := rand.New(rand.NewPCG(seed, 1))
