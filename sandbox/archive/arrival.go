@@ -46,6 +46,8 @@ const (
 // Line is what arrivals of a host read by. What somebody waits for goes first.
 type Line struct {
 	ahead, urgent chan struct{}
+	// early has places of its own: who waits for what is read early has an urgent one.
+	early chan struct{}
 
 	mu      sync.Mutex // guards what follows
 	waiting int        // urgent reads
@@ -54,7 +56,7 @@ type Line struct {
 
 // NewLine returns a Line.
 func NewLine() *Line {
-	return &Line{ahead: make(chan struct{}, aheadAtOnce), urgent: make(chan struct{}, urgentAtOnce)}
+	return &Line{ahead: make(chan struct{}, aheadAtOnce), urgent: make(chan struct{}, urgentAtOnce), early: make(chan struct{}, urgentAtOnce)}
 }
 
 // take waits for the turn of a read, which done ends.

@@ -47,12 +47,13 @@ func (a *Arrival) readEarly(have map[int]bool) {
 		e.parts[key] = append(e.parts[key], p)
 		a.begin(func() {
 			defer close(p.done)
-			done, err := a.line.take(a.ctx, true)
-			if err != nil {
-				p.err = err
+			select {
+			case a.line.early <- struct{}{}:
+				defer func() { <-a.line.early }()
+			case <-a.ctx.Done():
+				p.err = context.Cause(a.ctx)
 				return
 			}
-			defer done()
 			ctx, cancel := context.WithTimeoutCause(a.ctx, readTime, errSlowStore)
 			defer cancel()
 			body := make([]byte, size)

@@ -216,7 +216,7 @@ func (l *Ledger) clear(id string, snapshots []string) int {
 	return len(all)
 }
 
-// drop removes what has been cleared away from a family. What done reports, after the change is made, forgets it.
+// drop removes what has been cleared away from a family. Once the change is made, done forgets it.
 func (l *Ledger) drop(id string, f *Family) (done func()) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
