@@ -34,8 +34,8 @@ type part struct {
 	err       error
 }
 
-// readEarly begins to read what a wake asks for first. It leaves out the files whose numbers are in have, which are here.
-// The indexes have been read.
+// readEarly begins to read what a wake asks for first. It leaves out the files whose numbers are in have: they are
+// here. The indexes have been read.
 func (a *Arrival) readEarly(have map[int]bool) {
 	e := &early{Store: a.store, parts: map[string][]*part{}}
 	total := int64(0)
